@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.loader import Loader
-from mclclip.data.samples import tokenized
+from mclclip.data.picture_transform import as_transform
+from mclclip.data.samples import tokenize
 from mclclip.data.training_images import Readable
 from mclclip.eval.images import Region
 from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
@@ -93,7 +94,7 @@ class Extractor:
         exactly, wherever they are in a batch.
         """
         position = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        read = partial(tokenized, self.encoder.tokenizer)
+        read = partial(tokenize, self.encoder.tokenizer)
         batches = _Batches([*position], read, self.batch_size)
         features = self._extract(batches, self.encoder.encode_text, "texts")
         return features[[position[text] for text in texts]]
@@ -165,7 +166,7 @@ def _read_images(
     transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Readable]
 ) -> Tensor | str:
     """Images -> [b, C, H, W], or an error message of one line."""
-    images, arrays = [], bool(getattr(transform, "reads_arrays", False))
+    images, arrays = [], as_transform(transform).reads_arrays
     for path in paths:
         try:
             image = decode(path.read_bytes(), max_image_pixels, arrays)

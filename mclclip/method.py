@@ -1,6 +1,9 @@
 """The method (MCL), which ``cli`` calls and which calls verbs: for each stage embed -> cluster ->
 train -> export -> evaluate; then join.
 
+MCL: "Learning the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (Zhang et
+al., 2024, arXiv:2402.11816).
+
 Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts from stage 0's
 weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
 samples that the encoders of stages 0..s-1 put into the same clusters. The controls repeat these
@@ -14,13 +17,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from mclclip import config as configuration
 from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
-from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import RunPaths
@@ -96,13 +97,17 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     inputs.check(config)
     if config.relocate.enabled and config.has_stages:
         relocate.check(config)
-    (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
+    if reads_benchmarks:
+        evaluation.check(config.eval.suite)
+    else:
+        evaluation.check_options(config.eval.suite)
 
 
 @contextmanager
 def _recorded(config: Config, context: Context) -> Iterator[None]:
-    """Writes the options into the run directory, and those of before again if the block refuses
-    them."""
+    """Writes the options into the run directory for the other verbs, which may read it while the
+    block runs. Where the block refuses them for the artifacts that are there, puts back those that
+    made these artifacts."""
     path = Path(config.run_dir) / "config.yaml"
     before = path.read_bytes() if context.is_main and path.exists() else None
     text = configuration.dump(config).encode()
@@ -141,41 +146,32 @@ def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str
 
 
 def evaluations(config: Config, context: Context, stage: int, variant: str) -> Evaluate | None:
-    """Returns what evaluates checkpoints while ``verbs.train`` trains; None where the options ask
-    for no evaluation."""
+    """Returns a function that evaluates the checkpoint of a step while ``verbs.train`` trains; None
+    where the options ask for none. Its figures are named BENCHMARK/METRIC, equal on all ranks."""
     options = config.base if stage == 0 else config.train
     if options is None or options.evaluate.every is None:
         return None
-    suite, choices = config.eval.suite, {}
+    suite, choices = config.eval.suite, dict[str, str]()
     benchmarks = {name: suite[name] for name in options.evaluate.suite or suite}
     if (metric := options.evaluate.metric) is not None:
-        decides = metric.partition("/")[0]
-        choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
+        benchmark = metric.partition("/")[0]
+        choices[benchmark] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
         rows = collectives.on_main(lambda: results.read(RunPaths.of(config).results))
         base = [row for row in rows if row.model == "stage_0"]
-        results.check_unseen(base, [decides], choices[decides])
-    return partial(_figures, config, context, stage, variant, benchmarks, choices)
-
-
-def _figures(
-    config: Config,
-    context: Context,
-    stage: int,
-    variant: str,
-    benchmarks: Mapping[str, BenchmarkConfig],
-    choices: Mapping[str, str],
-    step: int,
-) -> dict[str, float]:
-    """Figures, as BENCHMARK/METRIC, of the checkpoint of a step, the same on all ranks."""
+        results.check_unseen(base, [benchmark], choices[benchmark])
     folder = RunPaths.of(config, variant).train(stage) / "evaluations"
-    encoder, name = folder / "encoder", f"step_{step:08d}"
-    collectives.on_main(
-        lambda: export.write_step(config, stage, variant, step=step, directory=encoder)
-    )
-    path = folder / "results.jsonl"
-    evaluation.evaluate(
-        config, context, {name: encoder}, benchmarks=benchmarks, path=path, choices=choices
-    )
-    rows = collectives.on_main(lambda: results.read(path))
-    shown = [r for r in rows if r.model == name and r.protocol.get("level") != "detail"]
-    return {f"{row.benchmark}/{row.metric}": row.value for row in shown}
+    encoder, path = folder / "encoder", folder / "results.jsonl"
+
+    def evaluate(step: int) -> dict[str, float]:
+        name = f"step_{step:08d}"
+        collectives.on_main(
+            lambda: export.write_step(config, stage, variant, step=step, directory=encoder)
+        )
+        evaluation.evaluate(
+            config, context, {name: encoder}, benchmarks=benchmarks, path=path, choices=choices
+        )
+        rows = collectives.on_main(lambda: results.read(path))
+        shown = [r for r in rows if r.model == name and r.protocol.get("level") != "detail"]
+        return {f"{row.benchmark}/{row.metric}": row.value for row in shown}
+
+    return evaluate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any, Literal, get_args
 from unittest import mock
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
-from mclclip.clustering.centroids import Assignment, WholeCentroids, assign_blocks
+from mclclip.clustering.centroids import Assignment, Block, WholeCentroids, assign_blocks
 from mclclip.clustering.nearest import NOTHING, Search, unpack
-from mclclip.clustering.options import Algorithm
+from mclclip.clustering.options import Algorithm, ClusterConfig
+from mclclip.clustering.rows import RankRows
 from mclclip.data.arrays import Floats
 
 Data = Literal["whole_numbers", "unit_vectors"]
@@ -36,9 +38,21 @@ def every_arithmetic() -> list[Arithmetic]:
     ]
 
 
+def assign_rows(
+    blocks: Sequence[Floats],
+    centroids: Tensor,
+    labels_per_sample: int = 1,
+    held: range | None = None,
+    **options: Any,
+) -> Iterator[Block]:
+    """``assign_blocks`` of rows with these ``options`` of ``RankRows``."""
+    rows = RankRows(blocks, **{"cache_bytes": 0, **options})
+    return assign_blocks(rows, centroids, labels_per_sample, held=held)
+
+
 def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assignment:
-    """The assignment of all N rows at once; arguments are those of ``assign_blocks``."""
-    every = [near for _, near in assign_blocks(blocks, centroids, **options)]
+    """The assignment of all N rows at once; arguments are those of ``assign_rows``."""
+    every = [near for _, near in assign_rows(blocks, centroids, **options)]
     return Assignment(
         torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
     )
@@ -47,7 +61,10 @@ def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assig
 def fit(
     blocks: Sequence[Floats], num_clusters: int, *, initial: Tensor | None = None, **options: Any
 ) -> kmeans.KMeans:
-    """``kmeans.fit``, which begins with the centroids ``initial`` [K, D] (None: those it draws)."""
+    """``kmeans.fit`` of rows with some of these ``options`` (``_settings``).
+
+    It begins with the centroids ``initial`` [K, D] (None: those it draws).
+    """
 
     def starts(holder: WholeCentroids, *_: object) -> Iterator[Tensor]:
         assert initial is not None
@@ -55,7 +72,32 @@ def fit(
 
     begin = kmeans.draw_starts if initial is None else starts
     with mock.patch.object(kmeans, "draw_starts", begin):
-        return kmeans.fit(blocks, num_clusters, **options)
+        rows, config, others = _settings(blocks, options)
+        return kmeans.fit(rows, num_clusters, config, **others)
+
+
+def fit_two_level(blocks: Sequence[Floats], num_clusters: int, **options: Any) -> kmeans.Clustering:
+    """``kmeans.fit_two_level`` of rows with some of these ``options`` (``_settings``)."""
+    rows, config, others = _settings(blocks, options)
+    return kmeans.fit_two_level(rows, num_clusters, config, **others)
+
+
+def _settings(
+    blocks: Sequence[Floats], options: dict[str, Any]
+) -> tuple[RankRows, ClusterConfig, dict[str, Any]]:
+    """Sorts options into those of rows, those of the clustering (one restart unless given; numbers
+    that a user may not set are taken too, such as no iteration), and the others."""
+    options = {"restarts": 1, **options}
+    of_rows = {n: options.pop(n) for n in _OF_ROWS if n in options}
+    config = ClusterConfig()
+    for name in [field.name for field in fields(ClusterConfig) if field.name in options]:
+        object.__setattr__(config, name, options.pop(name))
+    if isinstance(options.get("seed"), int):
+        options["seed"] = [options["seed"]]
+    return RankRows(blocks, **of_rows), config, options
+
+
+_OF_ROWS = ("algorithm", "valid", "context", "cache_bytes", "arithmetic")
 
 
 def check_nearest(

@@ -30,7 +30,7 @@ SEED, NUM_CLASSES = 3, 5
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """What an objective is given by name, as features and a batch; what is None is not there."""
     given = {name: value for name, value in given.items() if value is not None}
-    fields = {"labels": None, "sample_id": None, "classes": None, "prefix_length": 0}
+    fields = {"group_ids": None, "sample_id": None, "classes": None, "prefix_length": 0}
     of_batch = {name: given.get(name, default) for name, default in fields.items()}
     extras = {n: v for n, v in given.items() if n in DIGESTS or n.startswith("base_")}
     features = {n: v for n, v in given.items() if n not in (*fields, *extras)}
@@ -53,7 +53,7 @@ class Batch:
     first: Tensor
     second: Tensor
     scale: Tensor
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     classes: Tensor
     digests: tuple[Tensor, ...] = ()  # equal in one of them: equal captions or pictures
@@ -68,7 +68,7 @@ class Batch:
         parts = parts_of(
             objective,
             **features,
-            labels=self.labels[:, None],
+            group_ids=self.group_ids[:, None],
             sample_id=self.sample_id,
             classes=self.classes[:, None],
             **dict(zip(DIGESTS, self.digests, strict=False)),
@@ -83,7 +83,7 @@ class Batch:
 
     def rows(self, chosen: Any) -> Batch:
         """Some of the samples, as a batch of its own."""
-        marks = (self.labels[chosen], self.sample_id[chosen], self.classes[chosen])
+        marks = (self.group_ids[chosen], self.sample_id[chosen], self.classes[chosen])
         sides = (side.detach()[chosen].clone() for side in (self.first, self.second))
         leaves = (x.requires_grad_() for x in (*sides, self.scale.detach().clone()))
         return Batch(*leaves, *marks, tuple(each[chosen] for each in self.digests))
@@ -139,7 +139,7 @@ def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
         directions = [(first, [first, second], 1), (second, [first, second], 0)]
 
     def row(queries: Tensor, keys: list[Tensor], own: int | None, p: int) -> Row:
-        group = [q for q in range(count) if q != p and batch.labels[p] == batch.labels[q]]
+        group = [q for q in range(count) if q != p and batch.group_ids[p] == batch.group_ids[q]]
         every = [(queries[p] @ side[q], q) for side in keys for q in group]
         met = [(cosine, q) for cosine, q in every if not batch.equals(p, q)]
         same = [cosine for cosine, q in met if batch.classes[p] == batch.classes[q]]
@@ -377,7 +377,7 @@ class Step:
 
     objective: Any
     features: dict[str, Tensor]
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     classes: Tensor
     prefix_length: int
@@ -393,7 +393,7 @@ class Step:
 
     def meets(self, p: int, q: int) -> bool:
         """Eq. 3 of MCL: the samples have one group, and are two."""
-        same_group = bool(self.labels[p] == self.labels[q])
+        same_group = bool(self.group_ids[p] == self.group_ids[q])
         return same_group and bool(self.sample_id[p] != self.sample_id[q])
 
     def scale(self, temperature: Any) -> Any:
@@ -417,7 +417,7 @@ def contrastive(
         other = "text_features" if between == "captions" else "image_features_1"
         first = step.features["image_features"]
         second = step.features.get(other, first)  # supcon of one view looks at no other
-        marks = step.labels, step.sample_id, step.classes[:, 0], step.digests
+        marks = step.group_ids, step.sample_id, step.classes[:, 0], step.digests
         batch = Batch(first, second, torch.ones(()), *marks)
         scale = step.scale(temperature)
         rows = rows_of(batch, between, num_views)
@@ -449,7 +449,7 @@ def edited(scope: str, num: int) -> Loop:
             of_image = [scale * images[p] @ texts[q] for q in kept]
             of_text = [scale * texts[p] @ images[q] for q in kept]
             for q in rows:
-                if q == p or (scope == "global" and step.labels[q] == step.labels[p]):
+                if q == p or (scope == "global" and step.group_ids[q] == step.group_ids[p]):
                     for number in range(num):
                         if step.extras["has_edit"][q, number]:
                             text = step.features[f"edited_features_{number}"][q]
@@ -477,7 +477,7 @@ def sigmoid(step: Step) -> Tensor:
         for j in range(len(image)):
             marks = (step.sample_id, *step.digests)
             equal = any(bool(mark[i] == mark[j]) for mark in marks)
-            if i == j or (step.labels[i] == step.labels[j] and (positives or not equal)):
+            if i == j or (step.group_ids[i] == step.group_ids[j] and (positives or not equal)):
                 logit = scale * image[i] @ other[j] + bias
                 belong = i == j or equal
                 total = total + torch.log1p(torch.exp(-logit if belong else logit))
@@ -520,7 +520,7 @@ class QueuedKeys:
 
     def __call__(self, step: Step) -> Tensor:
         queries, keys = step.features["image_features"], step.features["keys"].detach()
-        marks = list(zip(step.labels.tolist(), step.sample_id.tolist(), strict=True))
+        marks = list(zip(step.group_ids.tolist(), step.sample_id.tolist(), strict=True))
         total = torch.zeros((), dtype=torch.float64)
         for query, key, (label, sample_id) in zip(queries, keys, marks, strict=True):
             own = query @ key / self.tau
@@ -551,7 +551,7 @@ def batch_keys(tau: float, epsilon: float = 0.0, plain: float = 1.0) -> Loop:
                 for weight, moved in ((plain, 0.0), (1.0 - plain, epsilon)):
                     logits = torch.stack([cosines[p, p] - moved, *(c + moved for c in kept)]) / tau
                     total = total + weight * (logits.exp().sum().log() - logits[0])
-        return 2 * tau * total / len(step.labels)
+        return 2 * tau * total / len(step.group_ids)
 
     return loop
 
@@ -581,7 +581,7 @@ def simlap(pairs: Any, temperature: Any, code: bool = False, penalty: float = 0.
                 if code:
                     scores = (left * right).sum(dim=1) / (z[p].norm() * k.norm(dim=1))
                 scores = (scores * step.scale(temperature)).exp()
-                same_group = step.labels == step.labels[p]
+                same_group = step.group_ids == step.group_ids[p]
                 negatives = scores[same_group & (y1 != y1[p]) & (y1 != y2[p])].sum()
                 positives = scores[same_group & (y1 == y2[p]) & (ids != ids[p])]
                 if len(positives):
@@ -641,7 +641,7 @@ def preserved(
 
     def loop(step: Step) -> Tensor:
         # With nothing to compare a loss has a gradient too, of zeros.
-        total, num = 0.0 * step.features["image_features"].sum(), len(step.labels)
+        total, num = 0.0 * step.features["image_features"].sum(), len(step.group_ids)
         for image in ("image_features", "image_features_1")[:views]:
             names = [image, *([other] if other != "image_features" else [])]
             own = [step.features[name] for name in names]

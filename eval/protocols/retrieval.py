@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mclclip.data.samples import tokenized
+from mclclip.data.samples import tokenize
 from mclclip.eval.captions import (
     CAPTION_RULES,
     ImageTexts,
@@ -251,12 +251,10 @@ def count_cut_captions(
     def count(share: slice) -> int:
         shortened = [text.rpartition(" ")[0] for text in texts[share]]
         parts = (shortened[start : start + 4096] for start in range(0, len(shortened), 4096))
-        nothing, full = tokenized(tokenizer, ["", "a " * 4 * length])
+        nothing, full = tokenize(tokenizer, ["", "a " * 4 * length])
         # Tokenizers of SigLIP and of transformers pad with the token that ends a text, cut or not.
         last = -2 if full[-1] == nothing[-1] else -1
-        return sum(
-            int((tokenized(tokenizer, part)[:, last] != nothing[-1]).sum()) for part in parts
-        )
+        return sum(int((tokenize(tokenizer, part)[:, last] != nothing[-1]).sum()) for part in parts)
 
     cut = sum(over_ranks(extractor.context, len(texts), count, "counting tokens"))
     if cut and extractor.context.is_main:

@@ -1,4 +1,4 @@
-"""A copy of every step in another place, for a job that restarts with an empty disk."""
+"""Copies every checkpoint to another place, for a job that restarts with an empty disk."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ from mclclip.util.stores import open_folder, reason_of
 log = logging.getLogger("mclclip")
 
 _PROTOCOLS = (None, "s3", "gs", "az")
-_RETRIES, _TIMEOUT_S = 6, 60.0  # of one request
-BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
+_RETRIES, _TIMEOUT_S = 6, 60.0  # of one request to the store
+BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # bytes of one request, and parallel requests for one file
 
 
 class Mirror:
-    """Copies the steps of ``directory`` to ``url``, a folder or a url of an object store, in a
+    """Copies the checkpoints in ``directory`` to ``url``, a folder or an object store, in a
     background thread.
 
-    A round copies every step that the mirror lacks, the newest first, then removes old ones there;
-    so a step that failed to be copied is tried again in the next round. The state.json of a copy is
-    written last and removed first: a step without it does not count. A failed round only causes a
-    warning. Raises ValueError for a url of an unknown protocol.
+    A round copies all steps that the mirror lacks, the newest first, and then removes old ones from
+    the mirror. So a step that could not be copied is tried again in the next round; a failed round
+    only causes a warning. The state.json of a step is copied last and removed first: a step without
+    it counts as unfinished.
+
+    keep, keep_every  which steps the mirror keeps, as in `CheckpointConfig`
+    failures          number of failed rounds and steps
+    copying           step that is being copied: it must not be removed
+
+    Raises ValueError for a url of an unknown protocol, and for one that holds a secret.
     """
 
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
@@ -49,28 +55,28 @@ class Mirror:
             )
         self.url, self.directory = url.rstrip("/"), Path(directory)
         self.keep, self.keep_every = keep, keep_every
-        self.failures = 0  # rounds that failed
-        self.copying: int | None = None  # the step being copied, which must not be removed
+        self.failures = 0
+        self.copying: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._round: Future[None] | None = None
 
     def start_round(self) -> None:
-        """Starts a round in the background, after those that are under way."""
+        """Queues a round; it starts when the rounds before it have ended."""
         self._round = self._thread.submit(self._copy_new)
 
     def wait(self, timeout_s: float | None) -> None:
-        """Waits for the started rounds, up to ``timeout_s`` (None: without a limit)."""
+        """Waits until all queued rounds have ended, at most ``timeout_s`` (None: no limit)."""
         if self._round is not None:
             wait_for([self._round], timeout_s)
 
     def fetch(self, tried: set[int]) -> int | None:
-        """Copies the newest whole step that is not in ``tried`` to the local directory.
+        """Copies the newest complete step from the mirror to the local directory and returns it.
 
-        Returns the step, which the caller checks for damage; None where the mirror has none. Raises
-        ValueError where the disk has no room for it, and RuntimeError, one line, where the mirror
-        cannot be read: it may hold steps, and a training that began anew would replace them.
+        Steps in ``tried`` are skipped. Returns None if the mirror has no other. The caller checks
+        the copy for damage. Raises ValueError if the disk has no room, and RuntimeError if the
+        mirror cannot be read: it may hold steps, and a new training would replace them.
         """
-        with self._reading():
+        with self._one_line_errors():
             store = self._open()
             sizes = _sizes(store)
         steps = [step for step in _whole_steps(sizes) if step not in tried]
@@ -82,7 +88,7 @@ class Mirror:
             self.directory, sum(sizes[name] for name in names), (),
             f"step {steps[-1]} of the mirror {self.url}", "make room and run the command again",
         )  # fmt: skip
-        with self._reading():
+        with self._one_line_errors():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for name in names:
@@ -92,8 +98,8 @@ class Mirror:
         return steps[-1]
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Turns an error in the block into one line."""
+    def _one_line_errors(self) -> Iterator[None]:
+        """Converts any error in the block to a RuntimeError of one line."""
         try:
             yield
         except Exception as error:  # every store has errors of its own
@@ -106,11 +112,12 @@ class Mirror:
     def _open(self) -> Any:
         return open_folder(self.url, _RETRIES, _TIMEOUT_S)
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def _warn(self, attempt: str, error: Exception) -> None:
+        """``attempt``: for example 'get a copy of step 400'."""
         self.failures += 1
         log.warning(
             "the mirror %s cannot %s (%s: %s), failure %d: training does not depend on it",
-            self.url, what, type(error).__name__, reason_of(error), self.failures,
+            self.url, attempt, type(error).__name__, reason_of(error), self.failures,
         )  # fmt: skip
 
     def _copy_new(self) -> None:
@@ -124,7 +131,7 @@ class Mirror:
                 try:
                     _copy(store, path, step, sizes)
                 except (FileNotFoundError, Damaged) as error:
-                    if path.exists():  # else the step itself was removed
+                    if path.exists():  # else the training has removed the step meanwhile
                         self._warn(f"get a copy of step {step}", error)
                 finally:
                     self.copying = None
@@ -134,9 +141,9 @@ class Mirror:
             self._warn("be brought up to date", error)
 
     def _prune(self, store: Any, newest: int, sizes: dict[str, int]) -> None:
-        """Removes old steps, and copies that were never finished."""
+        """Removes old steps and unfinished copies from the mirror. ``sizes``: see `_sizes`."""
         whole = _whole_steps(sizes)
-        doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
+        doomed = step_files.choose_old(whole, newest, self.keep, self.keep_every)
         for folder in {name.partition("/")[0] for name in sizes}:
             for step in parse_steps([folder]):
                 if step in doomed or (step not in whole and step <= newest):
@@ -144,7 +151,7 @@ class Mirror:
 
 
 def _copy(store: Any, path: Path, step: int, sizes: dict[str, int]) -> None:
-    """Copies a step that the mirror lacks; keeps ``sizes``, the mirror's objects, up to date."""
+    """Copies the step in ``path`` unless the mirror has it; updates ``sizes`` (see `_sizes`)."""
     state, entries = (path / STATE).read_bytes(), step_files.read_entries(path, step)
     copied_state = f"{path.name}/{STATE}"
     if copied_state in sizes and obstore.get(store, copied_state).bytes() == state:
@@ -161,26 +168,27 @@ def _copy(store: Any, path: Path, step: int, sizes: dict[str, int]) -> None:
 
 
 def _fetch(store: Any, name: str, size: int, path: Path) -> None:
-    """Writes an object to ``path``, some blocks of it at once. (obstore's ``get_ranges`` would join
-    neighbours to one request.)"""
+    """Downloads the object ``name`` of ``size`` bytes to ``path``, several blocks in parallel.
 
-    def block(start: int) -> Any:
-        return obstore.get_range(store, name, start=start, end=min(start + BLOCK_BYTES, size))
-
-    step = BLOCK_BYTES * _AT_ONCE
+    (obstore's ``get_ranges`` would join neighbouring blocks to one request.)
+    """
+    blocks = [(start, min(start + BLOCK_BYTES, size)) for start in range(0, size, BLOCK_BYTES)]
     with ThreadPoolExecutor(_AT_ONCE) as threads, open(path, "wb") as file:
-        for start in range(0, size, step):
-            starts = range(start, min(start + step, size), BLOCK_BYTES)
-            file.writelines(threads.map(block, starts))
+        for first in range(0, len(blocks), _AT_ONCE):  # so few blocks are in memory at a time
+            parts = threads.map(
+                lambda block: obstore.get_range(store, name, start=block[0], end=block[1]),
+                blocks[first : first + _AT_ONCE],
+            )
+            file.writelines(parts)
 
 
 def _remove_leftovers(store: Any) -> None:
-    """Removes what a killed process left of files that it copied to a folder: obstore writes them
-    as NAME#1, and lists no such names."""
+    """Removes half-copied files that a killed process left in a mirror that is a folder. obstore
+    writes them as NAME#1 and does not list them."""
     if isinstance(store, obstore.store.LocalStore):
         for path in Path(str(store.prefix)).glob("step_*/*#[0-9]*"):
             path.unlink(missing_ok=True)
-            with suppress(OSError):  # other files are there
+            with suppress(OSError):  # the folder holds other files
                 path.parent.rmdir()
 
 
@@ -191,16 +199,16 @@ def _remove(store: Any, folder: str, sizes: dict[str, int]) -> None:
 
 
 def _names_of(folder: str, names: dict[str, int]) -> list[str]:
-    """The objects of a step, its state first."""
+    """Returns the objects in ``folder``, such as step_00000400, with its state.json first."""
     of_folder = [name for name in names if name.startswith(f"{folder}/")]
     return sorted(of_folder, key=lambda name: not name.endswith(f"/{STATE}"))
 
 
 def _sizes(store: Any) -> dict[str, int]:
-    """The objects of the mirror by name, with their sizes."""
+    """Maps the name of each object of the mirror to its size: 'step_00000400/state.json': 812."""
     return {entry["path"]: entry["size"] for entry in obstore.list(store).collect()}
 
 
 def _whole_steps(names: dict[str, int]) -> list[int]:
-    """Completely copied steps, ascending."""
+    """Returns the completely copied steps, ascending: those whose state.json is in the mirror."""
     return parse_steps(name.removesuffix(f"/{STATE}") for name in names if name.endswith(STATE))

@@ -1,5 +1,6 @@
-"""The directory of a saved step: its name, its list of files, checks, publishing and removal; its
-state, written and read through torch.distributed.checkpoint (DCP), also of a finished training.
+"""Reads, writes, checks and removes the directory of one saved step.
+
+`mclclip.checkpoint` draws the directory. torch.distributed.checkpoint (DCP) writes the tensors.
 """
 
 from __future__ import annotations
@@ -34,89 +35,95 @@ log = logging.getLogger("mclclip")
 STATE = "state.json"
 METADATA = ".metadata"
 Entries = dict[str, files.Record]
-"""The files of a step, as listed in its state.json."""
+"""Size and SHA-256 of each file of a step by name, as in its state.json."""
 Identity = Mapping[str, Any]
-"""Of which training a step is: its stage, its variant, and the digest of all else that its weights
-depend on."""
+"""Identifies a training: 'stage', 'variant', and 'digest' of all else that the weights need."""
 
 
 class Damaged(Exception):
-    """A step on disk is not what was saved; the message names the difference."""
+    """A step on disk is damaged. The message says how: 'state.json is missing or damaged'."""
 
 
 # --- names -------------------------------------------------------------------------------------
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps saved in ``directory``, ascending (unfinished and damaged ones have other names)."""
+    """Returns the steps saved in ``directory``, ascending, without unfinished and damaged ones."""
     return parse_steps(path.name for path in Path(directory).glob("step_*"))
 
 
 def parse_steps(names: Iterable[str]) -> list[int]:
-    """The steps among names of directories, ascending."""
+    """Returns the steps among names of directories, ascending: 400 for 'step_00000400'."""
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Directory of the checkpoint of ``step``."""
+    """Returns the directory of the saved step ``step``."""
     return Path(directory) / f"step_{step:08d}"
 
 
 def temporary_of(directory: Path, step: int) -> Path:
-    """Directory in which ``step`` is written; leftovers are removed at the next start."""
+    """Returns the directory in which ``step`` is written until it is complete."""
     return Path(directory) / f".step_{step:08d}.tmp"
 
 
-# --- whole or damaged --------------------------------------------------------------------------
+# --- intact or damaged -------------------------------------------------------------------------
 
 
 def read_entries(path: Path, step: int) -> Entries:
-    """The files listed in the state.json of ``step``, checked for presence and size.
+    """Reads the list of files in the state.json of ``step`` and compares their sizes on disk.
 
-    Raises Damaged where they do not match.
+    Raises Damaged if the list is missing or damaged, or a file does not match it.
     """
     try:
         state = files.read_json(path / STATE)
-        if state["step"] != step or not isinstance(state["identity"], dict):
-            raise Damaged(f"its {STATE} is not of step {step}")
         entries = {name: files.Record(**entry) for name, entry in state["files"].items()}
-    except FileNotFoundError as error:
-        raise Damaged(f"it has no {STATE}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"its {STATE} cannot be read") from error
-    if METADATA not in entries:
-        raise Damaged(f"its {STATE} lists no {METADATA}")
+        fits = state["step"] == step and isinstance(state["identity"], dict)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        fits, entries = False, {}
+    if not fits or METADATA not in entries:
+        raise Damaged(f"its {STATE} is missing or damaged")
     check_sizes(path, entries)
     return entries
 
 
+def find_defect(directory: Path, step: int) -> str | None:
+    """Returns the damage of the saved ``step`` as a text, or None if it is intact."""
+    try:
+        read_entries(path_of(directory, step), step)
+    except Damaged as error:
+        return str(error)
+    return None
+
+
 def check_identity(path: Path, identity: Identity) -> None:
-    """Raises RuntimeError where the intact step at ``path`` is of another training."""
+    """Raises RuntimeError if the intact step at ``path`` is of another training."""
     saved = files.read_json(path / STATE)["identity"]
     fields = [name for name in identity if saved.get(name) != identity[name]]
     if not fields:
         return
-    what = ", ".join(f"{name} {saved.get(name)!r}" for name in fields if name != "digest")
+    there = ", ".join(f"{name} {saved.get(name)!r}" for name in fields if name != "digest")
     here = ", ".join(f"{name} {identity[name]!r}" for name in fields if name != "digest")
     raise RuntimeError(
         f"the checkpoint {path} is of another training ("
-        + (f"{what}; this one has {here}" if what else "other options or inputs")
+        + (f"{there}; this one has {here}" if there else "other options or inputs")
         + "): put the checkpoints of this one back, or remove it"
     )
 
 
 def check_sizes(path: Path, entries: Entries) -> None:
-    """Raises Damaged where a listed file is not there or has another size."""
+    """Raises Damaged if a file in ``entries`` is missing below ``path`` or has another size."""
     for name, entry in entries.items():
         try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise Damaged(f"{name} is missing") from error
+            size: int | None = (path / name).stat().st_size
+        except OSError:
+            size = None
         if size != entry.size_bytes:
-            raise Damaged(f"{name} has {size} bytes, not {entry.size_bytes}")
+            defect = "is missing" if size is None else f"has {size} bytes, not {entry.size_bytes}"
+            raise Damaged(f"{name} {defect}")
 
 
-# --- published, kept, removed ------------------------------------------------------------------
+# --- publishing and removing -------------------------------------------------------------------
 
 
 def publish(
@@ -126,9 +133,10 @@ def publish(
     world_size: int,
     identity: Identity,
 ) -> None:
-    """Writes the list of files of a step that all ranks have written, and renames it.
+    """Completes a step whose files all ranks have written: writes its state.json and renames its
+    directory.
 
-    Raises OSError where a listed file is missing or cannot be written.
+    Raises OSError if a file in ``entries`` is missing here or state.json cannot be written.
     """
     temporary, final = temporary_of(directory, step), path_of(directory, step)
     try:
@@ -144,20 +152,23 @@ def publish(
     }
     files.write_json(temporary / STATE, state)
     files.fsync_directory(temporary)
-    if final.exists():  # the same step of an earlier start
+    if final.exists():  # an earlier start has saved the same step
         _remove(final, f".{final.name}.replaced.tmp")
     os.rename(temporary, final)
     files.fsync_directory(Path(directory))
 
 
-def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | None) -> list[int]:
-    """Steps up to ``newest`` that are neither among the last ``keep`` nor kept for good."""
+def choose_old(saved: Iterable[int], newest: int, keep: int, keep_every: int | None) -> list[int]:
+    """Returns those of the ``saved`` steps that may be removed, ascending.
+
+    Of the steps up to ``newest`` the last ``keep`` stay, and those divisible by ``keep_every``.
+    """
     old = sorted(step for step in saved if step <= newest)
     return [step for step in old[:-keep] if keep_every is None or step % keep_every]
 
 
 def remove(directory: Path, doomed: Iterable[int]) -> None:
-    """Removes steps; warns of those that cannot be removed."""
+    """Removes the steps ``doomed``; warns if one cannot be removed."""
     for step in doomed:
         try:
             _remove(path_of(directory, step), temporary_of(directory, step).name)
@@ -166,14 +177,14 @@ def remove(directory: Path, doomed: Iterable[int]) -> None:
 
 
 def _remove(path: Path, name: str) -> None:
-    """Removes a step; renames it to ``name`` first, so that a kill leaves nothing that looks
-    complete."""
+    """Removes the directory of a step. Renames it to ``name`` first, so that a step that is half
+    removed when the process is killed does not look complete."""
     os.rename(path, path.with_name(name))
     shutil.rmtree(path.with_name(name))
 
 
 State = dict[str, Any]
-_COPY_AHEAD_BYTES = 10_000_000  # copied from the GPU while the previous tensor is written
+_COPY_AHEAD_BYTES = 10_000_000  # copied from the GPU while the tensor before is written
 
 # DCP warns at every save of a single process. The filter is set once for the whole process, since
 # ``catch_warnings`` is not thread-safe.
@@ -184,45 +195,44 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer, which raises the OSError of a full disk instead of torch's own error.
+    """DCP's writer, except that it raises the OSError of a full disk instead of torch's own error.
 
-    ``copied``: the state is already in main memory; then DCP's CUDA streams, which overlap copies
-    with writing, are not used, since they would open a context on the first GPU in every rank's
-    thread.
+    ``copied``: True if the state is already in main memory. Then DCP gets no CUDA streams to copy
+    while it writes, since these would open a context on the first GPU in every rank's thread.
     """
 
     def __init__(self, path: Path, *, copied: bool) -> None:
         ahead = 0 if copied else _COPY_AHEAD_BYTES
         super().__init__(str(path), sync_files=True, per_thread_copy_ahead=ahead)
-        # A stream that failed is closed once more when it is freed, and then flushes a closed file,
-        # of which Python 3.13 prints a traceback.
+        # After a failure torch closes the stream once more when it frees it. That would flush a
+        # closed file, for which Python 3.13 prints a traceback.
         streams: Any = getattr(self, "transforms", None)
         if hasattr(streams, "transform_save_stream"):
-            open_stream = streams.transform_save_stream
+            torch_open = streams.transform_save_stream
 
-            def opened(item: Any, file: Any) -> tuple[Any, list[str]]:
-                stream, names = open_stream(item, file)
+            def open_stream(item: Any, file: Any) -> tuple[Any, list[str]]:
+                stream, names = torch_open(item, file)
                 stream.close = lambda: None if file.closed else file.flush()
                 return stream, names
 
-            streams.transform_save_stream = opened
+            streams.transform_save_stream = open_stream
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's part; raises the OSError behind torch's error, if there is one."""
+        """Writes this rank's part. If an OSError caused torch's error, raises that instead."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            behind: BaseException | None = error
-            while behind is not None and not isinstance(behind, OSError):
-                behind = behind.__context__
-            raise (behind or error) from None
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise (cause or error) from None
 
 
-def local_part(state: State, rank: int, world_size: int) -> State:
-    """The part of the state that this rank writes.
+def select_local_part(state: State, rank: int, world_size: int) -> State:
+    """Returns the part of ``state`` that this rank writes.
 
-    Plain tensors, which all ranks hold, are dealt to the W ranks by size, the same way on each, so
-    that each is written once. DTensors stay in all parts: each rank writes its own shards.
+    All ranks hold every plain tensor, so each is given to one rank, balanced by size; every rank
+    computes the same division. DTensors stay in all parts: each rank writes its own shards.
     """
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
     plain.sort()
@@ -233,53 +243,54 @@ def local_part(state: State, rank: int, world_size: int) -> State:
 
 
 write = state_dict_saver.save
-"""Writes each rank's part, on disk when it returns. It is torch's own and fails on all ranks
-together: an error of ours around it on one rank would leave the others waiting in it."""
+"""Writes each rank's part to disk. It is torch's own function, which fails on all ranks together;
+if code of ours around it failed on one rank, the other ranks would wait in it."""
 
 
 # --- reading -----------------------------------------------------------------------------------
 
 
 def read_metadata(path: Path) -> Metadata:
-    """DCP's metadata of the step at ``path``. Raises RuntimeError where it cannot be read."""
+    """Reads DCP's metadata of the step at ``path``. Raises RuntimeError if it is damaged."""
     try:
         return FileSystemReader(str(path)).read_metadata()
-    except (Exception, CheckpointException) as error:  # of many types; all mean that it is damaged
-        raise unreadable(path, error) from error
+    except (Exception, CheckpointException) as error:  # every kind of error means damage
+        raise read_error(path, error) from error
 
 
 def read(path: Path, state: State, *, alone: bool) -> None:
     """Fills the tensors of ``state`` in place from the step at ``path``.
 
-    Collective unless ``alone``. Raises RuntimeError on all ranks where reading fails.
+    All ranks call it together, unless ``alone``. Raises RuntimeError on all ranks if reading fails.
     """
     reader = FileSystemReader(str(path))
     try:
         state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
     except (Exception, CheckpointException) as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
 
 
 def check_fit(path: Path, state: State) -> None:
-    """Raises RuntimeError where an intact step is of another model or training than ``state``."""
+    """Raises RuntimeError unless the step at ``path`` has all tensors of ``state`` in the same
+    shapes, and no tensors of the model besides."""
     stored = read_metadata(path).state_dict_metadata
-    lacking = [name for name in state if name not in stored]
+    missing = [name for name in state if name not in stored]
     foreign = [name for name in stored if name.startswith("model.") and name not in state]
-    other = [
+    reshaped = [
         f"{name} is {list(item.size)} there, {list(value.shape)} here"
         for name, value in state.items()
         if isinstance(item := stored.get(name), TensorStorageMetadata) and item.size != value.shape
     ]
-    what = (
-        f"it lacks {_count(lacking)}" if lacking
+    problem = (
+        f"it lacks {_count(missing)}" if missing
         else f"it holds {_count(foreign)}, which the model lacks" if foreign
-        else other[0] if other
+        else reshaped[0] if reshaped
         else None
     )  # fmt: skip
-    if what is not None:
+    if problem is not None:
         raise RuntimeError(
-            f"the checkpoint {path} does not fit: {what}. It is of another model or training: use "
-            f"the options it was made with, or another run directory"
+            f"the checkpoint {path} does not fit: {problem}. It is of another model or training: "
+            f"use the options it was made with, or another run directory"
         )
 
 
@@ -288,16 +299,15 @@ def _count(names: list[str]) -> str:
 
 
 def load_model_state(directory: Path, step: int, part: str = "model") -> dict[str, Tensor]:
-    """The tensors of one part (``model``, ``ema``) of a checkpoint on the CPU, by name.
+    """Reads the tensors of one ``part`` ('model' or 'ema') of a saved step, on the CPU, by name.
 
-    Not a collective. Raises RuntimeError, one line, where the checkpoint is damaged or has no such
-    part.
+    One rank may call it alone. Raises RuntimeError if the step is damaged or has no such part.
     """
     path = path_of(directory, step)
     try:
         read_entries(path, step)
     except Damaged as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     stored = read_metadata(path).state_dict_metadata
     state = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
@@ -312,47 +322,41 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
 
 
 def keep_finished(train_directory: Path, keep_every: int | None) -> None:
-    """Removes the steps of a finished training that nothing reads any more: all but the last, the
-    exported one and those kept for good. If one of the first two is damaged, it warns and removes
-    nothing. The next call removes what a killed call leaves."""
+    """Removes the steps of a finished training, except the last one, the exported one and those
+    divisible by ``keep_every``.
+
+    If the last or the exported step is damaged, warns and removes nothing.
+    """
     directory = train_directory / "checkpoints"
     counts = artifacts.read_manifest(train_directory, "train").counts
     needed = {counts["steps"], counts.get("exported_step", counts["steps"])}
     try:
         files.remove_leftovers(directory)
-        old = superfluous(steps(directory), counts["steps"], 1, keep_every)
+        old = choose_old(steps(directory), counts["steps"], 1, keep_every)
         if doomed := [step for step in old if step not in needed]:
             for step in needed:
                 read_entries(path_of(directory, step), step)
             remove(directory, doomed)
     except (OSError, Damaged) as error:
-        log.warning("old checkpoints in %s stay (%s)", directory, cause(error))
+        log.warning("old checkpoints in %s stay (%s)", directory, describe_error(error))
 
 
 def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]:
-    """The tensors of a finished training by name, on the CPU, from its last checkpoint or the one
-    that its manifest names as ``exported_step``.
+    """Reads the model's tensors of a finished training, on the CPU, by name.
 
-    ``averaged``: the moving average in place of the trained tensors. Raises FileNotFoundError if
-    the training has not finished or its checkpoints are gone, and RuntimeError if they are damaged
-    or of another training.
+    Reads the step that the manifest counts as ``exported_step``, else the last step. ``averaged``:
+    returns the moving average of the tensors that have one. Raises FileNotFoundError if the
+    training has not finished or that step is gone, and RuntimeError if it is damaged or of another
+    training.
     """
     directory = train_directory / "checkpoints"
     manifest = artifacts.read_manifest(train_directory, "train")
-    trained = manifest.counts["steps"]
-    saved = steps(directory)
-    if not saved:
-        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train --force'")
-    if saved[-1] != trained:
-        raise RuntimeError(
-            f"{directory} ends at step {saved[-1]}, the training at {trained}: remove "
-            f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
-        )
-    step = manifest.counts.get("exported_step", trained)
-    if step not in saved:
-        raise RuntimeError(
-            f"{directory} has lost step {step}, the best one of the training: run 'mclclip train "
-            "--force' to train again, or set evaluate.best=false"
+    step = manifest.counts.get("exported_step", manifest.counts["steps"])
+    if step not in steps(directory):
+        raise FileNotFoundError(
+            f"no checkpoint of step {step} in {directory}, from which the training is exported: "
+            f"bring it back, or remove {train_directory / artifacts.MANIFEST} and run 'mclclip "
+            "train' again, which goes on from the newest checkpoint that is left"
         )
     state = load_model_state(directory, step)
     config = manifest.config
@@ -366,18 +370,19 @@ def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]
 # --- errors ------------------------------------------------------------------------------------
 
 
-def unreadable(path: Path, error: BaseException) -> RuntimeError:
-    """The error to raise for a step that cannot be read; it says what to do."""
+def read_error(path: Path, error: BaseException) -> RuntimeError:
+    """Returns the error to raise if ``error`` came while the step at ``path`` was read."""
     return RuntimeError(
-        f"the checkpoint {path} cannot be read ({cause(error)}): remove that directory to resume "
-        f"from the one before; where it is the only one, run 'mclclip train --force'"
+        f"the checkpoint {path} cannot be read ({describe_error(error)}): remove that directory to "
+        f"resume from the one before; where it is the only one, run 'mclclip train --force'"
     )
 
 
-def cause(error: BaseException) -> str:
-    """One short line on an error, or on the error inside of DCP's CheckpointException.
+def describe_error(error: BaseException) -> str:
+    """Returns a short line on ``error``, such as 'OSError: No space left on device'.
 
-    Raises KeyboardInterrupt if that is what DCP wrapped.
+    DCP wraps the errors of all ranks in a CheckpointException: then describes the first of them, or
+    raises it if it is a KeyboardInterrupt.
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

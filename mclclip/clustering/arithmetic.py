@@ -16,26 +16,28 @@ from typing import Any, Literal
 import torch
 
 Products = Literal["float32", "bfloat16"]
-"""Type of the numbers in the matrix product of all rows and all centroids."""
+"""The type in which rows and centroids are multiplied to find candidates (see nearest.py)."""
 
 Rounding = Literal["none", "inputs", "output", "partial_sums"]
-"""Rounding of that product, besides that of its sums in float32.
+"""What this product rounds, besides its sums in float32.
 
-For float32 products: ``none``, or ``inputs``, where the numbers to multiply may be rounded to as
-few as 8 significant bits (TF32 keeps 11). For bfloat16 products: ``output``, where each sum is
-rounded once, or ``partial_sums``, where the sums of parts of a row may be rounded as well.
+A float32 product rounds nothing else (``none``), or its ``inputs``, to as few as 8 significant bits
+(TF32 keeps 11). A bfloat16 product rounds its ``output``, each sum once, or also ``partial_sums``,
+those of parts of a row.
 """
 
 Scores = Literal["pair_products", "blocks"]
-"""How candidates are scored: by a C++ loop that copies no rows, or by torch in blocks of pairs."""
+"""How the exact scores of candidates are computed: by a C++ loop that copies no rows
+(``pair_products``), or by torch in blocks of pairs (``blocks``)."""
 
 Additions = Literal["index_put", "index_add"]
-"""How whole numbers are added at labels, by either function of torch. On a CPU the first takes 0.6
-of the time of the second; on a GPU it adds the rows of one label one after the other.
-"""
+"""Which function of torch adds rows, as integers, to the sums of their labels. On a CPU
+``index_put`` takes 0.6 of the time of ``index_add``; on a GPU it is slow, since it adds the rows of
+one label one after the other."""
 
 Tile = Literal["cache", "large"]
-"""How much of the score matrix is computed at once: as much as fits a CPU's cache, or more."""
+"""How much of the matrix [rows, centroids] of products is computed at once: as much as fits into a
+CPU's cache, or more."""
 
 Threads = Literal["per_block", "per_operation"]
 """``per_block``: threads work on different blocks of rows, each operation with one thread.
@@ -46,17 +48,19 @@ TILES: dict[Tile, tuple[int, int, int]] = {
     "cache": (2048, 2048, 2048),
     "large": (16_384, 65_536, 16_384),
 }
-"""The least and the most rows, and the most centroids of a tile: fewer centroids, more rows."""
+"""For each tile: its smallest and its largest number of rows, and its largest number of centroids.
+If there are fewer centroids, a tile gets more rows (``choose_tile``)."""
 
-# Centroids; below, casting rows to bfloat16 costs more than it saves. On an H200 an iteration with
-# bfloat16 products takes 1.0, 0.70, 0.43 and 0.33 of the time with float32 ones, with 10, 1,000,
-# 20,000 and 65,536 centroids.
+# Numbers of centroids from which on products are bfloat16; below, casting rows costs more than it
+# saves. On an H200 an iteration with bfloat16 products takes 1.0, 0.70, 0.43 and 0.33 of the time
+# with float32 ones, with 10, 1,000, 20,000 and 65,536 centroids.
 BFLOAT16_FROM = {"cpu": 64, "cuda": 1000}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Forced choices; the functions below choose for the device where a field is None."""
+    """How k-means computes. A field that is set is obeyed; for None ``choose_*`` below decides by
+    the device. Tests set fields to try every way on any machine."""
 
     products: Products | None = None
     rounding: Rounding | None = None
@@ -66,12 +70,12 @@ class Arithmetic:
     threads: Threads | None = None
 
 
-CHOSEN = Arithmetic()  # nothing is forced
+CHOSEN = Arithmetic()
 
 
 def choose_products(device: torch.device, num_centroids: int, forced: Arithmetic) -> Products:
-    """bfloat16 for many centroids on a device that multiplies it: a CPU with AVX512-BF16 or AMX,
-    a GPU from compute capability 8.0 on.
+    """Returns 'bfloat16' for many centroids on a device that multiplies it fast: a CPU with
+    AVX512-BF16 or AMX, or a GPU of compute capability 8.0 or more. Otherwise 'float32'.
     """
     if forced.products:
         return forced.products
@@ -85,41 +89,46 @@ def choose_products(device: torch.device, num_centroids: int, forced: Arithmetic
 
 
 def choose_rounding(device: torch.device, products: Products, forced: Arithmetic) -> Rounding:
-    """Returns what a product on this device rounds, by torch's present settings."""
+    """Returns what a product on this device rounds under torch's current settings."""
     if forced.rounding:
         return forced.rounding
     if products == "float32":
         return "inputs" if _rounds_float32() else "none"
-    # CUDA splits a long sum where that is faster, and may round the sum of each part.
+    # If a long sum is faster in parts, CUDA splits it, and may round the sum of each part.
     splits = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     return "partial_sums" if device.type == "cuda" and splits else "output"
 
 
 def choose_scores(device: torch.device, forced: Arithmetic) -> Scores:
-    """The C++ loop on a CPU; blocks on a GPU, where that loop's order of summing is not known."""
+    """Returns 'pair_products' on a CPU, and 'blocks' on a GPU, where the order in which that loop
+    sums is not known."""
     return forced.scores or ("pair_products" if device.type == "cpu" else "blocks")
 
 
 def choose_additions(device: torch.device, forced: Arithmetic) -> Additions:
-    """The faster one on this kind of device."""
+    """Returns the faster one for this kind of device."""
     return forced.additions or ("index_put" if device.type == "cpu" else "index_add")
 
 
 def choose_tile(device: torch.device, num_centroids: int, forced: Arithmetic) -> tuple[int, int]:
-    """Rows and centroids of a tile: one that stays in the cache on a CPU, a large one on a GPU,
-    where a tile of few rows takes longer to start than to compute.
+    """Returns the numbers of rows and of centroids of a tile.
+
+    A tile fits into the cache of a CPU. On a GPU it is large, because starting the work on a small
+    tile takes longer than doing it.
     """
     least, most, columns = TILES[forced.tile or ("cache" if device.type == "cpu" else "large")]
     return min(most, max(least, least * columns // max(num_centroids, 1))), columns
 
 
 def choose_threads(device: torch.device, forced: Arithmetic) -> Threads:
-    """``per_block`` on a CPU; ``per_operation`` on a GPU, to which one thread sends all work."""
+    """Returns 'per_block' on a CPU, and 'per_operation' on a GPU, to which one thread sends all
+    work."""
     return forced.threads or ("per_block" if device.type == "cpu" else "per_operation")
 
 
 def choose_cache_bytes(device: torch.device, forced: int | None) -> int:
-    """Bytes for prepared rows: 1 GiB of main memory, or half of what a GPU has free."""
+    """Returns how many bytes of rows are kept on the device: 1 GiB of main memory, or half of a
+    GPU's free memory."""
     if forced is not None:
         return forced
     return int(torch.cuda.mem_get_info(device)[0]) // 2 if device.type == "cuda" else 1 << 30
@@ -127,10 +136,10 @@ def choose_cache_bytes(device: torch.device, forced: int | None) -> int:
 
 @contextmanager
 def sums_in_float32() -> Iterator[None]:
-    """Runs a block in which CUDA's bfloat16 products do not round the sums of parts of a row.
+    """Runs a block of code in which CUDA's bfloat16 products do not round partial sums.
 
-    The error bound of products that round them is so wide that nearly every pair is a candidate.
-    The setting is torch's own, of the whole process, and is restored at the end.
+    If they did, their error bound would be so wide that nearly every pair is a candidate. The
+    setting of torch is that of the whole process; it is restored afterwards.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
@@ -145,10 +154,10 @@ def sums_in_float32() -> Iterator[None]:
 
 @contextmanager
 def integers_in_any_order() -> Iterator[None]:
-    """Runs a block without torch's deterministic algorithms.
+    """Runs a block of code without torch's deterministic algorithms.
 
-    Sums of integers are the same in any order, but in that mode CUDA adds rows of one label one
-    after the other: hundreds of times slower where labels are few.
+    Sums of integers are the same in any order. In deterministic mode, CUDA would add the rows of
+    one label one after the other, which is hundreds of times slower if there are few labels.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield  # torch's function to set the mode imports its compiler: 0.4 s
@@ -162,7 +171,7 @@ def integers_in_any_order() -> Iterator[None]:
 
 
 def _rounds_float32() -> bool:
-    """Returns True if torch is set to round the inputs of float32 products, on whichever device."""
+    """Returns True if torch may round the inputs of float32 products, on a CPU or a GPU."""
     # torch.get_float32_matmul_precision() may fail once these have been set.
     backends: Any = torch.backends  # some of these names are not in its annotations
     owners = (backends.cuda.matmul, backends.mkldnn.matmul)

@@ -1,17 +1,17 @@
-"""The centroids that each rank holds; how all rows are compared with all of them, and assigned.
+"""Divides the centroids among ranks, compares all rows with all centroids, and assigns the rows.
 
-``WholeCentroids``: every rank holds all centroids and compares them with its own rows, and sums
-[K, D] are added up over the ranks. ``ShardedCentroids``: each rank holds a contiguous range of the
-centroids with their sums and counts, and rows travel instead. In each round every rank sends one of
-its blocks to all, each rank finds the nearest of its own centroids, and the largest of one packed
-int64 per row decides (ties go to the lowest id). Both add up the same integers, so their results
-are equal bit for bit. With sharded centroids every rank still holds vectors [K], with 8 bytes per
-centroid.
+``WholeCentroids``: every rank holds all centroids and compares its rows with them; sums [K, D] are
+added up over the ranks. ``ShardedCentroids``: each rank holds a contiguous range of the centroids
+with their sums and counts, and rows are sent instead. In each round every rank sends one of its
+blocks to all ranks, each rank finds the nearest of the centroids that it holds, and the maximum
+over ranks of one packed int64 per row decides (ties go to the lowest id). Both ways add up the same
+integers, so their results are equal bit for bit. With sharded centroids every rank still holds some
+vectors [K], of 8 bytes per centroid.
 
-``assign_blocks`` finds the nearest centroids of all rows and passes them on block by block: the
-labels of all N rows are never in memory together. One rank finds those of a block and sends them to
-all ranks, so every rank sees all blocks in the order of the rows, and whatever is computed from
-them is the same for any number of ranks.
+``assign_blocks`` finds the nearest centroids of all rows and yields them block by block, since the
+labels of all N rows may not fit into memory. One rank finds those of a block and sends them to all
+ranks. So every rank sees all blocks in the order of the rows, and whatever is computed from them is
+the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.clustering.arithmetic import CHOSEN, Arithmetic, choose_tile
+from mclclip.clustering.arithmetic import choose_tile
 from mclclip.clustering.nearest import (
     NOTHING,
     ROWS_PER_PASS,
@@ -36,20 +36,19 @@ from mclclip.clustering.nearest import (
 from mclclip.clustering.options import Algorithm
 from mclclip.clustering.rows import (
     Integers,
-    Mask,
     RankRows,
     num_not_finite,
     tiles,
 )
-from mclclip.data.arrays import Floats
-from mclclip.ranks.process_group import SINGLE, Context
 
-SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums take about a GiB
+SHARDED_FROM = 2**25  # K D from which centroids are sharded: with their sums they take about a GiB
 
 
 def passes(num_clusters: int) -> list[range]:
-    """The ids of all centroids in passes, which are handled at once. A rank holds whole passes, so
-    operations on centroids have the same shapes for any number of ranks.
+    """Cuts the ids of all centroids into passes; the centroids of a pass are handled at once.
+
+    A rank holds whole passes, so operations on centroids have the same shapes for any number of
+    ranks.
     """
     size = min(ROWS_PER_PASS, -(-num_clusters // 16))
     ids = range(num_clusters)
@@ -57,15 +56,17 @@ def passes(num_clusters: int) -> list[range]:
 
 
 def held_by(rank: int, world_size: int, num_clusters: int) -> range:
-    """The ids that a rank holds where centroids are sharded: whole passes, shared out evenly."""
+    """The ids of the centroids that a rank holds if they are sharded: whole passes, as many for
+    each rank as possible."""
     cut = passes(num_clusters)
     first, stop = (len(cut) * r // world_size for r in (rank, rank + 1))
     return range(cut[first].start, cut[stop - 1].stop) if first < stop else range(0)
 
 
 def hold(rows: RankRows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
-    """The holder of K centroids for ``rows``. ``sharded`` None: sharded if there are several ranks
-    and K D is at least ``SHARDED_FROM``.
+    """Returns the holder of K centroids for ``rows``: sharded or whole.
+
+    ``sharded`` None: sharded if there are several ranks and K D is at least ``SHARDED_FROM``.
     """
     if sharded is None:
         sharded = rows.context.world_size > 1 and num_clusters * rows.dim >= SHARDED_FROM
@@ -75,24 +76,27 @@ def hold(rows: RankRows, num_clusters: int, sharded: bool | None) -> WholeCentro
 class WholeCentroids:
     """Every rank holds all centroids and compares its own rows with them.
 
-    ``held``: the ids of the centroids that this rank holds. Tensors [k, D] of centroids, in the
-    methods here, have one row for each of these ids.
+    ``held`` is the range of the ids that this rank holds: here all. In the methods below, tensors
+    [k, ...] have one row for each of these ids.
     """
 
     def __init__(self, rows: RankRows, num_clusters: int) -> None:
         self.rows, self.num_clusters = rows, num_clusters
         self.held = range(num_clusters)
         self._rows_per_tile = choose_tile(rows.context.device, num_clusters, rows.arithmetic)[0]
-        self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
-        self._sums: tuple[Tensor, Tensor] | None = None  # of own blocks, by those labels
+        # Of this rank's blocks: their labels at the last ``sums`` by block number, and the sums
+        # [K, D] and counts [K] by these labels.
+        self._labels: dict[int, Tensor] = {}
+        self._sums: tuple[Tensor, Tensor] | None = None
 
     # --- passes of all rows ---
 
     def sums(self, centroids: Tensor) -> tuple[Tensor, Tensor]:
-        """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each.
+        """Assigns all rows; returns sums int64 [k, D] (see ``RankRows``) and counts int64 [k] of
+        the rows that are nearest to each centroid.
 
-        Rows that are where they were at the last call are summed already: only the others move.
-        The next call may change the sums of this one.
+        Only rows whose nearest centroid has changed since the last call are moved from sum to sum.
+        The returned tensors may change at the next call.
         """
         search = self._search(centroids)
         totals = self._sums or _nothing(centroids)
@@ -115,8 +119,8 @@ class WholeCentroids:
     def _move(
         self, numbers: list[int], search: Search, sums: Tensor, counts: Tensor
     ) -> Sequence[Tensor]:
-        """Moves the rows of some blocks whose nearest centroid is another one than before from sum
-        to sum; returns the labels [n] of each block.
+        """Assigns the rows of some blocks, and updates ``sums`` and ``counts`` for those whose
+        nearest centroid has changed; returns the labels [n] of each block.
         """
         blocks = [self.rows.block(number) for number in numbers]
         rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
@@ -133,8 +137,8 @@ class WholeCentroids:
         return torch.split(torch.cat(labels), [len(block) for block in blocks])
 
     def farthest(self, centroids: Tensor) -> Tensor:
-        """int64 [k], packed: of the rows that the last ``sums`` assigned to each centroid, the
-        largest squared distance, and the lowest number of a row that has it.
+        """For each held centroid: its farthest row among those last assigned by ``sums``, as
+        ``pack(squared distance, row number)``; int64 [k]. Ties take the lowest number.
         """
 
         def distances(number: int) -> Tensor:
@@ -148,8 +152,8 @@ class WholeCentroids:
         return self.rows.largest(largest)
 
     def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields for each own block its number, its rows [n, D], and packed int64 [n, count]: the
-        scores and ids of the nearest ``count`` of all centroids.
+        """Yields for each block of this rank its number, its rows [n, D], and the nearest ``count``
+        of all centroids as ``pack(score, id)``; int64 [n, count].
         """
         search, step = self._search(centroids), self.rows.num_threads
 
@@ -161,8 +165,10 @@ class WholeCentroids:
             yield from self.rows.each(search_block, self.rows.local_blocks[first : first + step])
 
     def send_to_all(self, local: Tensor) -> Tensor:
-        """Sends [n, ...], made of one of this rank's blocks, to all ranks: returns [W, m, ...] in
-        rank order, padded to m, the most rows of any block. A rank without a block gives n = 0.
+        """Sends a tensor [n, ...], such as the rows of a block, from every rank to all W ranks.
+
+        Returns [W, m, ...] in rank order, padded with zeros to m, the number of rows of the largest
+        block. A rank that has nothing to send passes n = 0.
         """
         most = int(np.diff(self.rows.starts).max())
         padded = local.new_zeros((most, *local.shape[1:]))
@@ -172,9 +178,7 @@ class WholeCentroids:
     # --- over centroids ---
 
     def take(self, ids: Integers) -> Tensor:
-        """The first centroids [k, D] that this rank holds: the rows with the ascending numbers
-        ``ids`` [K] are the first centroids of all clusters.
-        """
+        """The first centroids [k, D]: row ``ids[n]`` becomes centroid n; ``ids`` [K] ascend."""
         taken = torch.empty((len(self.held), self.rows.dim), device=self.rows.context.device)
         for some in passes(self.num_clusters):
             gathered = self.rows.gather(ids[some.start : some.stop])
@@ -183,18 +187,18 @@ class WholeCentroids:
         return taken
 
     def passes(self) -> list[slice]:
-        """The passes of the centroids that this rank holds, as slices of its tensors."""
+        """The passes that this rank holds, as slices of its tensors [k, ...]."""
         start = self.held.start
         held = [some for some in passes(self.num_clusters) if some.start in self.held]
         return [slice(some.start - start, some.stop - start) for some in held]
 
     def everywhere(self, x: Tensor) -> Tensor:
-        """Numbers [K] of all centroids, on every rank's CPU, from each rank's [k]."""
+        """Joins a value per held centroid [k] from every rank to [K], on every rank's CPU."""
         return self.rows.of_first_rank(x).cpu()
 
     def agreed(self, centroids: Tensor) -> Tensor:
-        """Centroids that are equal on all ranks. Where several ranks have computed them, rank 0's
-        are taken, as unlike machines may compute other last bits.
+        """Makes centroids that several ranks have computed equal on all: takes rank 0's, since
+        unlike machines may compute other last bits.
         """
         return self.rows.of_first_rank(centroids)
 
@@ -211,14 +215,15 @@ class WholeCentroids:
 
 
 class ShardedCentroids(WholeCentroids):
-    """Each rank holds the ids ``held_by`` and sees all rows, one block of every rank at a time."""
+    """Each rank holds a part of the centroids (``held_by``) and sees all rows, one block of every
+    rank at a time."""
 
     def __init__(self, rows: RankRows, num_clusters: int) -> None:
         super().__init__(rows, num_clusters)
         self.held = held_by(rows.context.rank, rows.context.world_size, num_clusters)
 
     def sums(self, centroids: Tensor) -> tuple[Tensor, Tensor]:
-        """See WholeCentroids; of this rank's centroids."""
+        """As in WholeCentroids, for the centroids of this rank."""
         search = self._search(centroids)
         sums, counts = _nothing(centroids)
         for numbers, blocks in self._rounds():
@@ -234,7 +239,7 @@ class ShardedCentroids(WholeCentroids):
         return sums, counts
 
     def farthest(self, centroids: Tensor) -> Tensor:
-        """See WholeCentroids; of this rank's centroids."""
+        """As in WholeCentroids, for the centroids of this rank."""
         largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
         none = torch.zeros(0, dtype=torch.int64, device=centroids.device)
         for numbers, blocks in self._rounds():
@@ -248,7 +253,7 @@ class ShardedCentroids(WholeCentroids):
         return largest
 
     def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See WholeCentroids; the best of those that all ranks find among their centroids."""
+        """As in WholeCentroids: the best of what every rank finds among its centroids."""
         search, rank = self._search(centroids), self.rows.context.rank
         for numbers, blocks in self._rounds():
             best = self.rows.each(lambda block: search.best(block, count), blocks)
@@ -259,22 +264,23 @@ class ShardedCentroids(WholeCentroids):
                 yield numbers[rank], blocks[rank], parts[rank]
 
     def everywhere(self, x: Tensor) -> Tensor:
-        """See WholeCentroids; each rank fills in its range of ids."""
+        """As in WholeCentroids: each rank fills in its range of ids."""
         every = torch.zeros(self.num_clusters, dtype=x.dtype, device=x.device)
         every[self.held.start : self.held.stop] = x
         return self.rows.total(every).cpu()
 
     def agreed(self, centroids: Tensor) -> Tensor:
-        """See WholeCentroids; here no two ranks compute the same centroid."""
+        """As in WholeCentroids; nothing is to do, since one rank computes each centroid."""
         return centroids
 
     def _here(self, labels: Tensor) -> Tensor:
-        """bool [n]: whether a row's nearest centroid is one of this rank's."""
+        """Returns bool [n]: True for labels [n] that are ids of this rank's centroids."""
         return (labels >= self.held.start) & (labels < self.held.stop)
 
     def _rounds(self) -> Iterator[tuple[list[int], list[Tensor]]]:
-        """Yields, round by round, the numbers and rows of one block of every rank, in rank order;
-        the last round may have fewer.
+        """Yields in each round the numbers and the rows of one block of every rank, in rank order.
+
+        In the last round some ranks may have no block.
         """
         every, world_size = list(range(len(self.rows.blocks))), self.rows.context.world_size
         for first in every[::world_size]:
@@ -295,10 +301,11 @@ def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The L nearest centroids of n rows, nearest first, ties to the lowest id, on the CPU.
+    """The L nearest centroids of n rows, nearest first, ties to the lowest id; on the CPU.
 
-    ``labels`` int32 [n, L], -1 where the row is not valid; ``distances`` float32 [n, L]: 1 - cosine
-    (spherical) or the squared distance, 0 where the row is not valid.
+    labels     int32 [n, L], ids of centroids; -1 if the row is not valid
+    distances  float32 [n, L], 1 - cosine (spherical) or the squared distance (euclidean); 0 if the
+               row is not valid
     """
 
     labels: Tensor
@@ -309,50 +316,34 @@ Block = tuple[slice, Assignment]  # the row numbers of a block, and its assignme
 
 
 def assign_blocks(
-    blocks: Sequence[Floats],
-    centroids: Tensor,
-    *,
-    algorithm: Algorithm = "spherical",
-    labels_per_sample: int = 1,
-    held: range | None = None,
-    valid: Mask | None = None,
-    context: Context = SINGLE,
-    arithmetic: Arithmetic = CHOSEN,
+    rows: RankRows, centroids: Tensor, labels_per_sample: int = 1, *, held: range | None = None
 ) -> Iterator[Block]:
-    """Yields the nearest ``labels_per_sample`` centroids of the rows of each block, in order, on
-    every rank. The ranks work together, so each of them has to go through all blocks.
+    """Yields, on every rank, the nearest ``labels_per_sample`` centroids of all rows, in order, a
+    block at a time. The ranks work together, so each of them must go through all blocks.
 
-    ``centroids`` [K, D] are all of them, or those with the ids ``held`` (``Clustering``) where
-    they are sharded. What ``arithmetic`` leaves open is chosen for the device. A rank's memory
-    holds as many blocks as there are ranks, whatever their number. Raises ValueError for more
-    labels than centroids and for another width than the rows', and, after the last block, for NaN
-    or infinite rows: on all ranks alike.
+    ``centroids`` [K, D] are all centroids, or, if they are sharded, those with the ids ``held``
+    (as in ``Clustering``). A rank's memory holds as many blocks as there are ranks. Raises
+    ValueError after the last block, on all ranks, for NaN or infinite rows.
     """
-    rows = RankRows(blocks, valid, algorithm, context, 0, arithmetic)
-    if centroids.ndim != 2 or centroids.shape[1] != rows.dim:
-        raise ValueError(f"centroids are {list(centroids.shape)}: wanted [K, {rows.dim}]")
+    assert centroids.ndim == 2 and centroids.shape[1] == rows.dim
     stop = len(centroids) if held is None else held.stop
     num_clusters = int(rows.largest(torch.tensor(stop)))
-    if not 1 <= labels_per_sample <= num_clusters:
-        raise ValueError(
-            f"labels_per_sample is {labels_per_sample}: wanted 1 to {num_clusters:,}, the number "
-            "of centroids"
-        )
-    # Summed over ranks, so that all agree even where one rank happens to hold all centroids.
+    assert 1 <= labels_per_sample <= num_clusters
+    # Summed over ranks, so that all ranks agree even if one of them holds all centroids.
     shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
     holder = hold(rows, num_clusters, sharded=shards > 0)
     return _in_order(holder, centroids, labels_per_sample)
 
 
 class Tally:
-    """Counts of clusters and the sum of distances, added up while blocks go by."""
+    """Adds up the sizes of the clusters and the distances of the rows while blocks go by."""
 
     def __init__(self, num_clusters: int) -> None:
         self.counts = torch.zeros(num_clusters, dtype=torch.int64)
         self._distances = 0.0
 
     def of(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yields the same blocks, and counts each as it goes by."""
+        """Yields the same blocks unchanged, and adds each to the tally."""
         for some, near in blocks:
             labels = near.labels[:, 0][near.labels[:, 0] >= 0].long()
             self.counts.index_add_(0, labels, torch.ones_like(labels))
@@ -361,13 +352,13 @@ class Tally:
 
     @property
     def inertia(self) -> float:
-        """The sum of the distances, which rounding may not take below zero."""
+        """The sum of the distances of all rows to their nearest centroids; at least 0."""
         return max(self._distances, 0.0)
 
 
 def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator[Block]:
-    """Yields all blocks in order. In each round every rank finds the nearest centroids of one of
-    its blocks and sends them to all ranks.
+    """Yields all blocks in order. In each round every rank finds the nearest ``count`` centroids of
+    one of its blocks and sends them to all ranks.
     """
     rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
     with rows.torch_settings():
@@ -387,8 +378,9 @@ def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator
 
 
 def assign_block(rows: RankRows, number: int, packed: Tensor) -> Assignment:
-    """The assignment of all rows of a block. ``packed`` [m, L] begins with the distances and ids of
-    its valid rows.
+    """The assignment of all rows of block ``number``.
+
+    ``packed`` [m, L] begins with ``pack(distance, id)`` of its valid rows; what follows is padding.
     """
     first, stop = rows.starts[number : number + 2]
     valid = torch.from_numpy(rows.ids(number) - first)

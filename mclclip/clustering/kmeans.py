@@ -1,10 +1,8 @@
 """Lloyd's k-means over ranks, flat or in two levels (for a million clusters and more).
 
-The centroids are the same for any number of ranks.
-
-rows.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
-nearest centroid is found, and centroids.py which rank holds which centroids, and how all rows get
-their labels in the end.
+The centroids are the same for any number of ranks. rows.py divides the rows among ranks, nearest.py
+finds the nearest centroid of a row, and centroids.py divides the centroids among ranks and assigns
+all rows in the end.
 
 Source: MCL, section 4.1. ``spherical`` assigns by cosine, ``euclidean`` by squared distance. The
 authors' released code is euclidean, with scikit-learn's mini-batches; here every update uses all
@@ -15,38 +13,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import WholeCentroids, assign_blocks, hold, passes
 from mclclip.clustering.nearest import ROWS_PER_PASS, squared_distance, unpack
-from mclclip.clustering.options import Algorithm, Init
-from mclclip.clustering.rows import Integers, Mask, RankRows
-from mclclip.data.arrays import ROWS_PER_BLOCK, Floats, cut_blocks
+from mclclip.clustering.options import ClusterConfig, Init
+from mclclip.clustering.rows import Integers, RankRows
+from mclclip.data.arrays import ROWS_PER_BLOCK, cut_blocks
 from mclclip.ranks.collectives import all_reduce_sum, raise_on_every_rank
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import Context
 from mclclip.ranks.sharded_rows import balance_by_cost
 
 log = logging.getLogger("mclclip")
 
-PLUS_PLUS_UP_TO = 1000  # clusters, for ``auto``: the cost grows with their square
-# Words of the seeds of the sample, of each start, and of the first and the second level.
+PLUS_PLUS_UP_TO = 1000  # init='auto' is k-means++ up to so many clusters: its cost grows with K^2
+# These numbers are appended to the seed, so that every use of it draws other random numbers.
 _SAMPLE, _START, _SPLIT, _GROUP = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clustering:
-    """Centroids float32 on the CPU (unit rows if spherical).
+    """The centroids that k-means has found.
 
-    ``centroids`` [k, D] are those with the ids ``held``: all ``num_clusters`` of them, or this
-    rank's where centroids are sharded (``each_pass`` gives all, part by part). ``iterations`` is
-    the number of updates, ``restart`` the start that won.
+    centroids     float32 [k, D] on the CPU, of unit length if spherical: those with the ids
+                  ``held``. These are all, or this rank's if centroids are sharded (``each_pass``
+                  then yields all of them)
+    num_clusters  K
+    iterations    the number of updates
+    restart       the number, from 0 on, of the start that gave the lowest inertia
     """
 
     centroids: Tensor
@@ -58,12 +57,12 @@ class Clustering:
 
 @dataclass(frozen=True, kw_only=True)
 class KMeans(Clustering):
-    """Centroids and how they were found.
+    """The result of flat k-means. ``counts`` and ``inertia`` belong to the returned centroids.
 
-    ``inertia`` is the sum over rows of 1 - cosine (spherical) or of the squared distance to the
-    nearest centroid; ``counts`` int64 [K] is the number of rows nearest to each centroid. Both are
-    those of ``assign_blocks`` with these centroids. ``history`` is the inertia before each update
-    and at the end.
+    counts   int64 [K], the number of rows that are nearest to each centroid
+    inertia  the sum over rows of 1 - cosine (spherical), or of the squared distance (euclidean), to
+             the nearest centroid
+    history  the inertia before each update and at the end
     """
 
     counts: Tensor
@@ -72,70 +71,56 @@ class KMeans(Clustering):
 
 
 def fit(
-    blocks: Sequence[Floats],
+    rows: RankRows,
     num_clusters: int,
+    options: ClusterConfig,
     *,
-    algorithm: Algorithm = "spherical",
-    seed: int | Sequence[int] = 0,
-    restarts: int = 1,
-    max_iterations: int = 100,
-    tolerance: float = 1e-5,
-    init: Init = "auto",
-    init_samples: int = 100_000,
-    keep_empty: bool = False,
-    valid: Mask | None = None,
-    context: Context = SINGLE,
+    seed: Sequence[int] = (0,),
     sharded: bool | None = None,
-    cache_bytes: int | None = None,
-    arithmetic: Arithmetic = CHOSEN,
+    keep_empty: bool = False,
 ) -> KMeans:
-    """Clusters the rows of ``blocks`` ([n_i, D] float16 or wider, given whole to each rank) into K.
+    """Clusters ``rows`` into K = ``num_clusters``; returns the same on every rank.
 
-    Each of ``restarts`` starts is drawn by ``seed``: ``init`` ``random`` takes K distinct usable
-    rows; ``plus_plus`` draws K by k-means++ from max(init_samples, 256 K) rows, at a cost that
-    grows with the square of K; ``auto`` does the latter up to 1,000 clusters. The lowest inertia
-    wins, the first of equals.
-    Iteration ends when an update lowers inertia by at most ``tolerance`` of itself, or after
-    ``max_iterations`` updates. An empty cluster restarts at the farthest row of the largest
-    cluster. Rows where ``valid`` [N] is false take no part. The ranks of ``context`` share the
-    work; with ``sharded`` the centroids too (None: where there are several ranks and K D is at
-    least 2^25, such as 65,536 clusters of width 512): the result is the same, memory for centroids
-    is divided by the ranks (not that of a k-means++ start), and rows travel to all ranks in every
-    iteration. Up to ``cache_bytes`` of a rank's rows (None: 1 GiB, half of a GPU's free memory)
-    stay on its device as float32. What ``arithmetic`` leaves open is chosen for the device.
+    Each of ``options.restarts`` starts is drawn by ``seed``; the one with the lowest inertia wins,
+    the first of equals. Iteration ends when an update lowers inertia by at most
+    ``options.tolerance`` of itself, or after ``options.max_iterations`` updates. An empty cluster
+    restarts at the farthest row of the largest cluster.
 
-    Raises ValueError for NaN or infinite rows, and for more clusters than there are rows or (but
-    with ``keep_empty``) distinct rows: on all ranks alike.
+    With ``sharded`` each rank holds a part of the centroids. Results are the same; the memory for
+    centroids is divided by the ranks (but for a k-means++ start), and rows are sent to all ranks in
+    every iteration. None: sharded if there are several ranks and K D is at least 2^25, such as
+    65,536 clusters of width 512.
+
+    Raises ValueError on all ranks for NaN or infinite rows, and for more clusters than valid rows.
+    If there are fewer distinct rows than clusters, clusters stay empty with ``keep_empty``;
+    otherwise that is a ValueError too.
     """
-    rows = RankRows(blocks, valid, algorithm, context, cache_bytes, arithmetic)
-    if not 1 <= num_clusters <= rows.num_valid:
-        raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
+    _check_num_clusters(num_clusters, rows)
     holder = hold(rows, num_clusters, sharded)
-    words = [seed] if isinstance(seed, int) else list(seed)
-    samples = init_samples if is_plus_plus(init, num_clusters) else None
     with rows.torch_settings():
         rows.survey()
-        every = (
-            _lloyd(holder, start, number, max_iterations, tolerance, keep_empty)
-            for number, start in enumerate(draw_starts(holder, words, restarts, samples))
+        results = (
+            _lloyd(holder, start, number, options, keep_empty)
+            for number, start in enumerate(draw_starts(holder, seed, options))
         )
-        return min(every, key=lambda result: result.inertia)
+        return min(results, key=lambda result: result.inertia)
 
 
 def draw_starts(
-    holder: WholeCentroids, words: Sequence[int], restarts: int, samples: int | None
+    holder: WholeCentroids, seed: Sequence[int], options: ClusterConfig
 ) -> Iterator[Tensor]:
-    """Yields the first centroids of each start: those of them that this rank holds.
+    """Yields the first centroids [k, D] of each start, those that this rank holds.
 
-    They are drawn by k-means++ from at least ``samples`` rows, or (None) at random.
+    They are drawn by k-means++ from max(``options.init_samples``, 256 K) rows, or at random.
     """
     rows, num_clusters = holder.rows, holder.num_clusters
-    if samples is not None:
-        rng = np.random.default_rng([*words, _SAMPLE])
-        sample = rows.gather(rows.draw(max(samples, 256 * num_clusters), rng))
-    for number in range(max(1, restarts)):
-        rng = np.random.default_rng([*words, number, _START])
-        if samples is not None:
+    by_plus_plus = is_plus_plus(options.init, num_clusters)
+    if by_plus_plus:
+        rng = np.random.default_rng([*seed, _SAMPLE])
+        sample = rows.gather(rows.draw(max(options.init_samples, 256 * num_clusters), rng))
+    for number in range(options.restarts):
+        rng = np.random.default_rng([*seed, number, _START])
+        if by_plus_plus:
             drawn = plus_plus(rows, sample, num_clusters, rng)
             yield drawn[holder.held.start : holder.held.stop]
         else:
@@ -143,19 +128,19 @@ def draw_starts(
 
 
 def is_plus_plus(init: Init, num_clusters: int) -> bool:
-    """Returns True if ``init`` means k-means++ for K clusters."""
+    """Returns True if the option ``init`` stands for k-means++ with so many clusters."""
     return init == "plus_plus" or (init == "auto" and num_clusters <= PLUS_PLUS_UP_TO)
 
 
 def plus_plus(
     rows: RankRows, sample: Tensor, num_clusters: int, rng: np.random.Generator
 ) -> Tensor:
-    """K rows of ``sample`` [S, D], drawn by greedy k-means++, as centroids [K, D].
+    """Draws K rows of ``sample`` [S, D] by greedy k-means++; returns them as centroids [K, D].
 
-    Rows are drawn with a probability proportional to their squared distance to the nearest centroid
-    so far. Of 2 + ln K draws it takes the one that lowers the sum of these distances most, as
-    scikit-learn does. Where the sample has fewer distinct rows than clusters, rows repeat; then
-    ``kmeans.fit`` finds empty clusters, and restarts them or raises a ValueError.
+    A row is drawn with a probability proportional to its squared distance to the nearest centroid
+    so far. Of 2 + ln K draws, the one that lowers the sum of these distances most is taken, as in
+    scikit-learn. If the sample has fewer distinct rows than clusters, rows repeat; ``fit`` then
+    finds empty clusters, and restarts them or raises ValueError.
     """
     cut = (sample[i : i + ROWS_PER_BLOCK] for i in range(0, len(sample), ROWS_PER_BLOCK))
     parts = [(part, part.square().sum(dim=1, keepdim=True)) for part in cut]
@@ -177,21 +162,23 @@ def plus_plus(
 
 
 def _squared_distances(centroids: Tensor, part: tuple[Tensor, Tensor]) -> Tensor:
-    """float64 [n, C] on the CPU: distances of rows [n, D] to all centroids [C, D], where ``part``
-    is the rows and their squared lengths [n, 1]. Equal vectors have distance zero.
+    """Returns squared distances, float64 [n, C] on the CPU, of rows to all centroids [C, D].
+
+    ``part`` is the rows [n, D] and their squared lengths [n, 1]. Equal vectors have distance 0.
     """
     rows, lengths = part
     squares = lengths + centroids.square().sum(dim=1)
     from_products = squares - 2.0 * (rows @ centroids.T)
     distances = from_products.double().cpu()
-    near = torch.nonzero(from_products <= 1e-4 * squares)  # subtraction cancelled the digits
+    # Where the subtraction has cancelled most digits, differences give the distance.
+    near = torch.nonzero(from_products <= 1e-4 * squares)
     row, centroid = near[:, 0], near[:, 1]
     distances[row.cpu(), centroid.cpu()] = squared_distance(centroids[centroid], rows[row])
     return distances
 
 
 def each_pass(clustering: Clustering, context: Context) -> Iterator[Tensor]:
-    """Yields all centroids in order, in parts [p, D], on every rank. All ranks have to call it."""
+    """Yields all centroids in order, in parts [p, D], on every rank. All ranks must call it."""
     for some in passes(clustering.num_clusters):
         part = torch.zeros((len(some), clustering.centroids.shape[1]))
         if some.start in clustering.held:
@@ -205,27 +192,24 @@ def each_pass(clustering: Clustering, context: Context) -> Iterator[Tensor]:
 
 
 def _lloyd(
-    holder: WholeCentroids,
-    start: Tensor,
-    restart: int,
-    max_iterations: int,
-    tolerance: float,
-    keep_empty: bool,
+    holder: WholeCentroids, start: Tensor, restart: int, options: ClusterConfig, keep_empty: bool
 ) -> KMeans:
-    """Assigns rows and updates centroids until inertia settles. The centroids it returns are those
-    of the last assignment. With ``keep_empty`` clusters may stay empty for lack of distinct rows.
+    """Assigns rows and updates centroids in turn until inertia hardly falls any more.
+
+    ``start`` are the first centroids, ``restart`` is the number of this start. The result has the
+    centroids of the last assignment.
     """
     centroids = start
     history: list[float] = []
-    stuck = False  # whether no row is left to restart an empty cluster at
+    stuck = False  # whether no row is left at which an empty cluster could restart
     while True:
         sums, own_counts = holder.sums(centroids)
         counts = holder.everywhere(own_counts)
         history.append(_inertia(holder, centroids, sums, own_counts))
         log.debug("k-means: start %d, inertia %.8g", restart, history[-1])
-        settled = len(history) > 1 and history[-2] - history[-1] <= tolerance * history[-2]
+        falls = len(history) < 2 or history[-2] - history[-1] > options.tolerance * history[-2]
         any_empty = bool((counts == 0).any())
-        if (settled and (stuck or not any_empty)) or len(history) > max_iterations:
+        if (not falls and (stuck or not any_empty)) or len(history) > options.max_iterations:
             break
         means = means_of(holder, centroids, sums, own_counts)
         if any_empty:
@@ -244,10 +228,11 @@ def _lloyd(
 
 
 def _inertia(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Tensor) -> float:
-    """The inertia of the assignment that gave ``sums`` s and ``counts`` n, in float64.
+    """The inertia (``KMeans``) of the assignment that gave these sums and counts, in float64.
 
-    It is the sum of |x|^2 - 2 c.s + n |c|^2; half of that if spherical, as for unit vectors half of
-    the squared distance is 1 - cosine.
+    With c a centroid, s the sum of its rows and n their number, it is the sum of all |x|^2 plus the
+    sum over clusters of n |c|^2 - 2 c.s. Spherical takes half of it, since half the squared
+    distance of unit vectors is 1 - cosine.
     """
     parts = torch.zeros(len(centroids), dtype=torch.float64, device=centroids.device)
     for some in holder.passes():
@@ -258,9 +243,9 @@ def _inertia(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Te
 
 
 def means_of(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
-    """The means of the clusters (unit length if spherical).
+    """The means [k, D] of the clusters that this rank holds, of unit length if spherical.
 
-    A cluster that is empty, or (spherical) whose rows sum to zero, keeps its centroid.
+    A cluster that is empty keeps its centroid, and so does a spherical one whose rows sum to zero.
     """
     updated = torch.empty_like(centroids)
     for some in holder.passes():
@@ -277,9 +262,11 @@ def means_of(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Te
 def _restart(
     holder: WholeCentroids, centroids: Tensor, updated: Tensor, counts: Tensor, keep_empty: bool
 ) -> int:
-    """Moves the first empty cluster to the farthest row of the largest cluster, the second to that
-    of the next largest, and so on, leaving out clusters whose rows are all equal. Returns how many
-    have moved. Raises ValueError where none can move, unless ``keep_empty``.
+    """Moves empty clusters: the first to the farthest row of the largest cluster, the second to
+    that of the next largest, and so on. Clusters whose rows are all equal give no row.
+
+    Writes into ``updated`` [k, D] and returns how many clusters have moved. Raises ValueError if
+    none can move, unless ``keep_empty``.
     """
     empty = np.flatnonzero(counts.numpy() == 0)
     spread, farthest = unpack(holder.everywhere(holder.farthest(centroids)))
@@ -288,8 +275,7 @@ def _restart(
     if not len(donors):
         if keep_empty:
             return 0
-        distinct = int((counts > 0).sum())
-        raise ValueError(too_many(len(counts), f"only {distinct:,} distinct usable rows"))
+        _check_num_clusters(len(counts), holder.rows, distinct=int((counts > 0).sum()))
     log.info("k-means: %d of %d empty clusters restart", len(donors), len(empty))
     ids = farthest.numpy()[donors]
     order = np.argsort(ids)
@@ -302,66 +288,54 @@ def _restart(
     return len(ids)
 
 
-def too_many(num_clusters: int, limit: str) -> str:
-    """The error message for more clusters than rows."""
-    return (
-        f"num_clusters is {num_clusters:,}, but there are {limit}: "
-        "set cluster.num_clusters to at most that (and at least 1)"
-    )
+def _check_num_clusters(num_clusters: int, rows: RankRows, distinct: int | None = None) -> None:
+    """Raises ValueError for more clusters than valid rows, or than ``distinct`` ones if known."""
+    limit = rows.num_valid if distinct is None else distinct
+    if not 1 <= num_clusters <= limit:
+        kind = "usable" if distinct is None else "distinct usable"
+        raise ValueError(
+            f"num_clusters is {num_clusters:,}, but there are {limit:,} {kind} rows: "
+            "set cluster.num_clusters to at most that (and at least 1)"
+        )
 
 
 # --- two levels ---
 
 
 def fit_two_level(
-    blocks: Sequence[Floats],
+    rows: RankRows,
     num_clusters: int,
+    options: ClusterConfig,
     *,
-    num_splits: int | None = None,
-    algorithm: Algorithm = "spherical",
-    seed: int | Sequence[int] = 0,
-    valid: Mask | None = None,
-    context: Context = SINGLE,
+    seed: Sequence[int] = (0,),
     sharded: bool | None = None,
-    init: Init = "auto",
-    arithmetic: Arithmetic = CHOSEN,
-    **options: Any,
 ) -> Clustering:
-    """Clusters the rows of ``blocks`` into K in two levels; centroids are in the order of groups.
+    """Clusters ``rows`` into K = ``num_clusters`` in two levels; returns the same on every rank.
 
-    First all rows go into ``num_splits`` groups, among which the K clusters are divided in
-    proportion to their rows; then each group is clustered alone. During the iterations a row is
-    compared with the centroids of its group alone: with sqrt(K) groups an iteration of both levels
-    costs 2 / sqrt(K) of a flat one. UNICOM clusters LAION this way. One rank clusters a whole
-    group, and reads the group's rows into its memory.
+    First, ``fit`` clusters all rows into ``options.num_splits`` groups (None: about sqrt(K)), among
+    which the K clusters are divided in proportion to their rows. Then ``fit`` clusters each group
+    by itself, on one rank, which reads the group's rows into its memory. So a row is compared with
+    the centroids of its group only: with sqrt(K) groups, an iteration of both levels costs
+    2 / sqrt(K) of a flat one. UNICOM clusters LAION this way.
 
-    ``fit`` makes ``num_splits`` groups (None: about the square root of K) of all rows, and
-    the clusters of each group, with ``options``. ``seed``, ``valid``, ``context``, ``sharded`` and
-    ``arithmetic`` are those of ``fit``. With ``init`` ``auto`` all groups start in the way
-    that suits the group with the most clusters.
-    The result is the same for any number of ranks. Clusters may be empty: where a group has fewer
-    distinct rows than clusters, or where all rows of a cluster lie nearer to one of another group.
-    ``iterations`` is the largest of any group's. Raises ValueError for more clusters than rows, for
-    more splits than clusters, and as ``fit`` does.
+    Centroids are in the order of the groups; ``iterations`` is the largest of any group. With
+    ``init`` ``auto``, all groups start in the way that suits the group with the most clusters.
+    Clusters may be empty: if a group has fewer distinct rows than clusters, or if all rows of a
+    cluster are nearer to a centroid of another group. Raises ValueError as ``fit`` does.
     """
-    words = [seed] if isinstance(seed, int) else list(seed)
-    rows = RankRows(blocks, valid, algorithm, context, 0, arithmetic)
-    if not 1 <= num_clusters <= rows.num_valid:
-        raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
-    splits = num_splits or max(1, round(num_clusters**0.5))
-    if splits > num_clusters:
-        raise ValueError(
-            f"num_splits is {splits:,}, but there are {num_clusters:,} clusters: set "
-            "cluster.num_splits to at most that"
-        )
-    groups = _split(rows, splits, words, options | {"init": init})
+    _check_num_clusters(num_clusters, rows)
+    splits = options.num_splits or max(1, round(num_clusters**0.5))
+    assert splits <= num_clusters
+    groups = _split(rows, splits, options, seed)
+    rows.clear_cache()  # a group's rows need the room
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
-    options |= {"init": "plus_plus" if is_plus_plus(init, int(shares.max())) else "random"}
+    by_plus_plus = is_plus_plus(options.init, int(shares.max()))
+    options = replace(options, init="plus_plus" if by_plus_plus else "random")
     log.info(
         "k-means: %d groups of up to %d rows, of up to %d clusters each",
         splits, max(len(ids) for ids in groups), shares.max(),
     )  # fmt: skip
-    of_groups = _cluster_groups(rows, groups, shares, words, options)
+    of_groups = _cluster_groups(rows, groups, shares, options, seed)
     held = hold(rows, num_clusters, sharded).held
     centroids = _exchange(rows, of_groups, shares, held)
     most = torch.tensor(max((result.iterations for result in of_groups.values()), default=0))
@@ -374,17 +348,18 @@ def fit_two_level(
 
 
 def share_out(num_clusters: int, sizes: Integers) -> Integers:
-    """int64 [G]: how many clusters each group of ``sizes`` [G] rows gets; their sum is K.
+    """Divides K clusters among groups of ``sizes`` [G] rows; returns int64 [G], whose sum is K.
 
-    Shares are proportional to the sizes. Every group that has rows gets at least one cluster, and
-    no group gets more than its rows; the rest goes to the largest remainders, to the first of
-    equals. K must lie between the number of groups that have rows and the number of all rows.
+    Shares are proportional to the sizes, rounded by largest remainder (the first of equals). Every
+    group that has rows gets at least one cluster, and no group gets more clusters than rows. K must
+    lie between the number of groups that have rows and the number of all rows.
     """
     exact = num_clusters * sizes / sizes.sum()
     shares: Integers = np.maximum(np.floor(exact).astype(np.int64), np.minimum(sizes, 1))
     while (missing := num_clusters - int(shares.sum())) != 0:
         step = 1 if missing > 0 else -1
-        # The groups farthest from their exact shares, which never exceed their rows.
+        # The groups that are farthest from their exact shares change by one cluster. An exact share
+        # never exceeds the rows of its group.
         room = shares > (0 if step > 0 else 1)
         order = np.argsort(-step * (exact - shares), kind="stable")
         shares[order[room[order]][: abs(missing)]] += step
@@ -392,14 +367,12 @@ def share_out(num_clusters: int, sizes: Integers) -> Integers:
 
 
 def _split(
-    rows: RankRows, splits: int, words: list[int], options: dict[str, Any]
+    rows: RankRows, splits: int, options: ClusterConfig, seed: Sequence[int]
 ) -> list[Integers]:
     """Clusters all rows into groups; returns the ascending row numbers of each group."""
-    common: dict[str, Any] = {"algorithm": rows.algorithm, "valid": rows.valid}
-    common |= {"context": rows.context, "arithmetic": rows.arithmetic}
-    level = fit(rows.blocks, splits, seed=[*words, _SPLIT], **common, **options)
+    level = fit(rows, splits, options, seed=[*seed, _SPLIT])
     labels = np.empty(rows.num_rows, dtype=np.int32)
-    for some, near in assign_blocks(rows.blocks, level.centroids, held=level.held, **common):
+    for some, near in assign_blocks(rows, level.centroids, held=level.held):
         labels[some] = near.labels[:, 0]
     order = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[order], np.arange(splits + 1))
@@ -410,38 +383,43 @@ def _cluster_groups(
     rows: RankRows,
     groups: list[Integers],
     shares: Integers,
-    words: list[int],
-    options: dict[str, Any],
+    options: ClusterConfig,
+    seed: Sequence[int],
 ) -> dict[int, KMeans]:
-    """Clusters each group on one rank. Returns the groups of this rank, by number."""
+    """Clusters each group on one rank. Returns the results of this rank's groups by group number.
+
+    ``groups`` are the row numbers of each group, ``shares`` [G] its number of clusters.
+    """
     context = rows.context
     costs = [len(ids) * int(share) for ids, share in zip(groups, shares, strict=True)]
     local_groups = balance_by_cost(costs, context.world_size)[context.rank]
-    alone = Context(device=context.device)
 
-    def cluster(group: int) -> KMeans:
-        return fit(
-            cut_blocks([rows.read(groups[group])]),
-            int(shares[group]),
-            algorithm=rows.algorithm,
-            seed=[*words, _GROUP, group],
-            keep_empty=True,
-            context=alone,
-            arithmetic=rows.arithmetic,
-            **options,
-        )
+    def cluster_local_groups() -> dict[int, KMeans]:
+        results = {}
+        for group in local_groups:
+            if shares[group]:
+                of_group = RankRows(
+                    cut_blocks([rows.read(groups[group])]),
+                    rows.algorithm,
+                    context=Context(device=context.device),  # without the other ranks
+                    arithmetic=rows.arithmetic,
+                )
+                words = [*seed, _GROUP, group]
+                results[group] = fit(
+                    of_group, int(shares[group]), options, seed=words, keep_empty=True
+                )
+        return results
 
-    def cluster_own() -> dict[int, KMeans]:
-        return {group: cluster(group) for group in local_groups if shares[group]}
-
-    return cluster_own() if context.world_size == 1 else raise_on_every_rank(cluster_own)
+    if context.world_size == 1:
+        return cluster_local_groups()
+    return raise_on_every_rank(cluster_local_groups)
 
 
 def _exchange(
     rows: RankRows, of_groups: dict[int, KMeans], shares: Integers, held: range
 ) -> Tensor:
-    """Sends the centroids of one group after the other to all ranks, and returns those with the ids
-    ``held``, which this rank keeps.
+    """Sends the centroids of one group after the other to all ranks; returns those with the ids
+    ``held``.
     """
     local = torch.empty((len(held), rows.dim))
     first = 0

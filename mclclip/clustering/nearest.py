@@ -1,17 +1,17 @@
-"""The nearest centroids of rows: a matrix product finds candidates, and exact scores decide.
+"""Finds the nearest centroids of rows: a matrix product gives candidates, exact scores decide.
 
-The score of a row x and a centroid c is x.c (spherical) or x.c - |c|^2 / 2 (euclidean), summed by
-one fixed routine that sees only the two vectors. So it does not depend on what else is compared,
-on how many centroids a rank holds, or on the shape of a matrix product.
+The score of a row x and a centroid c is x.c (spherical) or x.c - |c|^2 / 2 (euclidean). It is
+summed by one fixed routine that sees only these two vectors. So it does not depend on the other
+rows and centroids, on how many centroids a rank holds, or on the shape of a matrix product.
 
-Scoring every pair that way would be slow. So a matrix product of all rows and all centroids comes
-first (in bfloat16 where that is faster), and only the pairs that could still be among the nearest,
-by the product's error bound, are scored. The bound follows from the Cauchy-Schwarz inequality and
-from the rounding of inputs, sums and output. The error never exceeds it, so the result is that of
-scoring all pairs. The mean centroid is subtracted first: this shifts all scores of a row by the
-same amount, and tightens the bound where embeddings share a direction.
+Scoring every pair that way would be slow. So all rows and all centroids are multiplied first, as
+matrices (in bfloat16 if that is faster). Then only those pairs are scored that could still be among
+the nearest, given the largest error that the product can have. This error bound follows from the
+Cauchy-Schwarz inequality and the rounding of inputs, sums and output; the error never exceeds it.
+So the result is that of scoring all pairs. The mean centroid is subtracted first: this changes all
+scores of a row by the same amount, and makes the bound tighter if embeddings share a direction.
 
-arithmetic.py chooses the arithmetic for a device.
+arithmetic.py chooses how to compute on a device.
 """
 
 from __future__ import annotations
@@ -32,36 +32,40 @@ from mclclip.clustering.options import Algorithm
 from mclclip.clustering.rows import tiles
 from mclclip.util.pair_products import pair_products
 
-NOTHING = -(2**63)  # packed: no candidate
-ROWS_PER_PASS = 1024  # centroids that are handled in one operation
-FEW = 64  # centroids that are searched one by one
-_CONSTANT_COLUMNS = 4  # of the euclidean product: three hold -|c|^2 / 2, the fourth is zero
-_LEAST_PART = 8  # numbers of a row in the shortest part whose sum a product may round by itself
-_UNIT = 1.0 + 2.0**-10  # length of a row that was scaled to 1 in float32, at most
+NOTHING = -(2**63)  # stands in a packed tensor where there is no candidate
+ROWS_PER_PASS = 1024  # so many centroids are handled in one operation
+FEW = 64  # up to so many centroids are searched without groups (``_candidates``)
+_CONSTANT_COLUMNS = 4  # extra columns of euclidean products: three hold -|c|^2 / 2, one is zero
+_LEAST_PART = 8  # a product may round the sum of so many numbers of a row by itself, not of fewer
+_UNIT = 1.0 + 2.0**-10  # upper bound of the length of a row that was scaled to 1 in float32
 _LOW_32 = 2**32 - 1
-SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
+SAME_ROW = 1e-12  # rounding can give equal rows a squared distance of this share of |row|^2
 
 
 def pack(values: Tensor, ids: Tensor) -> Tensor:
-    """float32 values and ids (0 to 2^32 - 1) as int64, ordered by value, then by the lower id."""
-    bits = (values + 0.0).view(torch.int32)  # + 0.0: minus zero is no smaller than zero
+    """Packs float32 values and ids (0 to 2^32 - 1) into one int64 each.
+
+    Comparing packed numbers compares the values; if these are equal, the lower id is the larger
+    number.
+    """
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes minus zero equal to zero
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return ordered.long() * 2**32 + (_LOW_32 - ids)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """(float32 values, int64 ids) of ``pack``."""
+    """Returns the float32 values and the int64 ids that ``pack`` packed."""
     ordered = (packed >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _LOW_32 - (packed & _LOW_32)
 
 
 class Search:
-    """Finds the nearest of centroids float32 [k, D], whose ids count from ``first_id``.
+    """Finds, for rows, the nearest of the ``centroids`` float32 [k, D].
 
-    Holds a second copy of the centroids, in the type of the products. ``arithmetic`` forces how to
-    compute; what it leaves open is chosen for the centroids' device. ``unit_rows`` says that rows
-    will have unit length, or are zeros, so that they need not be measured for the error bound.
+    The centroids have the ids ``first_id``, ``first_id`` + 1, ... A second copy of them is held in
+    the type of the products. ``unit_rows`` promises that all rows have unit length or are zeros, so
+    that their lengths need not be measured.
     """
 
     def __init__(
@@ -89,24 +93,25 @@ class Search:
             dtype=torch.bfloat16 if products == "bfloat16" else torch.float32,
             device=device,
         )
-        # The largest |c|^2 / 2, and the largest lengths: of the centroids, of the shifted
-        # centroids, and of what casting these to the type of the products takes off.
+        # _constant is the largest |c|^2 / 2. The others are largest lengths: of the centroids, of
+        # the centroids minus their mean, and of the errors of casting these.
         self._constant = self._length = self._shifted = self._lost = 0.0
         if self.half_squares is not None and len(centroids):
             self._constant = float(self.half_squares.max())
-        # Any common shift keeps the ranking; that by the mean tightens the error bound.
+        # Subtracting one vector from all centroids keeps their order; the mean makes the error
+        # bound tight.
         mean = centroids.mean(dim=0)
         for first in range(0, len(centroids), ROWS_PER_PASS):
             self._cast(slice(first, min(first + ROWS_PER_PASS, len(centroids))), mean)
 
     def _cast(self, some: slice, mean: Tensor) -> None:
-        """Fills the second copy for a slice of the centroids, and measures what it loses."""
+        """Fills the second copy for a slice of the centroids, and measures its rounding errors."""
         centroids, coarse = self.centroids[some], self.coarse[some]
         dim = centroids.shape[1]
         shifted = centroids - mean
         coarse[:, :dim] = shifted
         if self.half_squares is not None:
-            # Each centroid's constant in three columns of 8 bits, which no product rounds.
+            # Three columns of 8 bits hold each centroid's constant exactly; no product rounds them.
             left = -self.half_squares[some]
             for column in range(dim, dim + 3):
                 coarse[:, column] = left.bfloat16()
@@ -117,24 +122,26 @@ class Search:
         self._lost = max(self._lost, lost)
 
     def best(self, rows: Tensor, count: int = 1) -> Tensor:
-        """int64 [n, count]: the packed scores and ids of the nearest ``count`` centroids of rows
-        [n, D], best first, the lowest id of equals; ``NOTHING`` where there are fewer.
+        """Returns the nearest ``count`` centroids of rows [n, D] as ``pack(score, id)``.
+
+        int64 [n, count], nearest first, of equals the lowest id first; ``NOTHING`` if there are
+        fewer centroids.
         """
         best = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
         return torch.cat(best) if best else rows.new_zeros((0, count), dtype=torch.int64)
 
     def nearest(self, rows: Tensor) -> Tensor:
-        """int64 [n]: the ids that ``best`` finds for finite rows [n, D], at least one and at most a
-        tile (``choose_tile``), of one centroid or more.
+        """Returns the ids int64 [n] of the nearest centroids of rows [n, D], as ``best`` does.
 
-        A row for which the product leaves one candidate, as it mostly does, is not scored.
+        It is faster than ``best``: a row with one candidate is not scored. There must be at least
+        one centroid, and at least one row and at most a tile (``choose_tile``); rows are finite.
         """
         row, centroid = self._candidates(rows, 1)
-        # Every row has a candidate, so where each has one the pairs are in the order of the rows.
+        # Every row has a candidate. If each has just one, the pairs are in the order of the rows.
         if len(row) == len(rows):
             return centroid + self.first_id
         nearest = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-        nearest[row] = centroid + self.first_id  # of several any, until they are scored
+        nearest[row] = centroid + self.first_id  # rows with several candidates are set below
         several = torch.bincount(row, minlength=len(rows)) > 1
         open_ = torch.nonzero(several[row]).flatten()
         row, centroid = row[open_], centroid[open_]
@@ -149,19 +156,19 @@ class Search:
         return _largest(self._packed(rows, row, centroid), row, len(rows), count)
 
     def _packed(self, rows: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-        """One int64 for each pair (row, centroid) [P], which sorts by score and then by the lowest
-        id (``pack``); ``row`` must ascend."""
+        """Scores the pairs (row, centroid) [P]; returns ``pack(score, id)`` [P]. ``row`` must
+        ascend."""
         scores = score_pairs(rows, self.centroids, row, centroid, self._scores)
         if self.half_squares is not None:
             scores -= self.half_squares[centroid]
         return pack(scores, centroid + self.first_id)
 
     def _candidates(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Row and centroid [P] of all pairs that may be among the ``count`` best of their row,
-        sorted by row."""
+        """Returns row [P] and centroid [P] of all pairs that may be among the ``count`` nearest of
+        their row, sorted by row."""
         coarse, error = self.bound_errors(rows)
         top = torch.full((len(rows), count), -torch.inf, device=rows.device)
-        if len(self.coarse) <= FEW:  # without groups, and without padding
+        if len(self.coarse) <= FEW:  # then there are neither groups nor padding
             scores = multiply(coarse, self.coarse).float()
             threshold = self.find_threshold(_top(top, scores)[:, -1:], error)
             row, centroid = torch.nonzero(scores >= threshold).unbind(1)
@@ -171,13 +178,14 @@ class Search:
         for first in range(0, len(self.coarse), step):
             scores = multiply(coarse, self.coarse[first : first + step])
             scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
-            # A group is searched only if its maximum is a candidate. Its columns are no neighbours,
-            # so that one vector operation takes the maxima of many groups at once.
+            # Columns form groups, and a group is searched only if its maximum is a candidate. The
+            # columns of a group are not adjacent, so that one vector operation takes the maxima of
+            # many groups at once.
             num_groups = 32 if scores.shape[1] < 512 else scores.shape[1] // 16
             scores = scores.view(len(rows), -1, num_groups)
             maxima = scores.amax(dim=1).float()
-            # These maxima belong to different centroids, so the count-th largest of them is a lower
-            # bound of the count-th best score.
+            # The maxima belong to different centroids. So the count-th largest of them is at most
+            # the count-th best score.
             top = _top(top, maxima)
             threshold = self.find_threshold(top[:, -1:], error)
             row, group = torch.nonzero(maxima >= threshold).unbind(1)
@@ -194,11 +202,11 @@ class Search:
         return row[near_enough], ids[near_enough]
 
     def bound_errors(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, D] in the type of the products, and the error bound of a row's products: [n, 1],
-        or [1, 1] where it is that of all.
+        """Returns rows [n, D] cast to the type of the products, and a bound [n, 1] of the error of
+        each row's products ([1, 1] if it is the same for all rows).
 
-        The bound covers the errors of the product (before its output is rounded) and of the score
-        from ``score_pairs`` together.
+        The bound is for the error of the product, before its output is rounded, plus the error of
+        the score from ``score_pairs``.
         """
         coarse = rows.to(self.coarse.dtype)
         if self._unit_rows:
@@ -206,17 +214,19 @@ class Search:
         else:
             lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         error = lengths * self._lost
-        if coarse.dtype != rows.dtype:  # each number by up to 2^-8 of itself
+        if coarse.dtype != rows.dtype:  # casting changes a number by up to 2^-8 of it
             error = error + lengths * (self._shifted + self._lost) * 2.0**-8
-        if self.rounding == "inputs":  # each by up to 2^-7 of itself, where 8 bits are kept
+        if self.rounding == "inputs":  # keeping 8 bits changes a number by up to 2^-7 of it
             error = error + lengths * self._shifted * 2.0**-6
         if self.rounding == "partial_sums":
-            # Up to as many roundings as parts, and one more, each by 2^-8 of what is summed so far.
+            # There is at most one rounding per part, and one more. Each is by up to 2^-8 of the sum
+            # so far.
             parts = -(-self.coarse.shape[1] // _LEAST_PART)
             growth = (1.0 + 2.0**-8) ** (parts + 1) - 1.0
             summed = lengths * (self._shifted + self._lost) + self._constant
             error = error + growth * (1.0 + 2.0**-6) * summed
-        # Sums in float32, in any order, of the product and of the score; and the shift itself.
+        # The next two lines bound the rounding of float32 sums, in any order, in the product and in
+        # the score, and that of subtracting the mean.
         rounding = 2.0 * (rows.shape[1] + 16) * 2.0**-24
         error = error + rounding * (lengths * (self._shifted + self._length) + 2.0 * self._constant)
         # Products may flush subnormal numbers to zero.
@@ -227,27 +237,30 @@ class Search:
         return coarse, error
 
     def find_threshold(self, bound: Tensor, error: Tensor) -> Tensor:
-        """The product [n, 1] below which a centroid is no candidate, given that enough centroids
-        have a product of at least ``bound`` [n, 1].
+        """Returns the product [n, 1] below which a centroid is no candidate.
+
+        ``bound`` [n, 1] is the count-th largest product of each row so far.
         """
         if self.coarse.dtype == torch.bfloat16:  # the output is rounded once more
             error = error + 2.0**-8 * bound.abs()
-        # Twice: one product may be too high and the other too low. 1/16 covers second-order terms.
+        # Twice the error, since one product may be too high and the other too low; 1/16 is for
+        # second-order terms.
         return bound - (2.0 + 1 / 16) * error
 
 
 def multiply(rows: Tensor, columns: Tensor) -> Tensor:
-    """[n, k]: the dot products of all ``rows`` [n, D] and ``columns`` [k, D]. Tests replace it."""
-    if len(columns) <= FEW:  # many rows times few columns take a BLAS 1.2 times as long
+    """Returns [n, k], the dot products of all ``rows`` [n, D] and all ``columns`` [k, D]. Tests
+    replace this function."""
+    if len(columns) <= FEW:  # in the other order a BLAS takes 1.2 times as long
         return (columns @ rows.T).T
     return rows @ columns.T
 
 
 def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
-    """float64 [n] on the CPU: distances of rows [n, D] to centroids [n, D] or [D].
+    """Returns squared distances, float64 [n] on the CPU, of rows [n, D] to centroids [n, D] or [D].
 
-    They are computed from differences, because the rounding of products would give equal rows a
-    distance; a distance that float32's rounding alone could make is set to zero.
+    They are sums of squared differences: from products, equal rows would get a distance by
+    rounding. A distance so small that rounding in float32 explains it is set to zero.
     """
     squared = sums_by_halves((rows - centroids).square_())
     same = squared <= SAME_ROW * sums_by_halves(rows.square())
@@ -255,17 +268,17 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
 
 
 def half_squares(centroids: Tensor) -> Tensor:
-    """[k]: |c|^2 / 2 of centroids [k, D], each independent of the other centroids."""
+    """Returns |c|^2 / 2 [k] of centroids [k, D]; each value depends on its centroid only."""
     parts = torch.split(centroids, ROWS_PER_PASS)
     halves = [sums_by_halves(part.square()) / 2.0 for part in parts]
     return torch.cat([centroids.new_zeros(0), *halves])
 
 
 def sums_by_halves(x: Tensor) -> Tensor:
-    """[n]: the sums of the rows of [n, D], each in one order of additions.
+    """Returns the sum of each row of [n, D]; the order of additions depends on D only.
 
-    The order of ``torch.sum`` on a GPU depends on the number of rows, and, where D is no multiple
-    of 4, on where a row lies in memory.
+    That of ``torch.sum`` on a GPU depends on the number of rows, and, if D is not a multiple of 4,
+    on where a row lies in memory.
     """
     missing = (1 << max(x.shape[1] - 1, 0).bit_length()) - x.shape[1]
     if missing:
@@ -277,13 +290,14 @@ def sums_by_halves(x: Tensor) -> Tensor:
 
 
 def _padded(num_centroids: int) -> int:
-    """Columns of the products for so many centroids: groups of equal size cut it."""
+    """Rounds a number of centroids up, so that groups of equal size divide the columns."""
     lanes = 1 if num_centroids <= FEW else 32 if num_centroids < 512 else 512
     return -(-num_centroids // lanes) * lanes
 
 
 def _top(top: Tensor, more: Tensor) -> Tensor:
-    """Merges the best scores so far with a new tile's, and keeps as many, descending."""
+    """Returns the largest products of ``top`` [n, count] and ``more`` [n, m]: [n, count],
+    descending."""
     if top.shape[1] == 1:
         return torch.maximum(top, more.amax(dim=1, keepdim=True))
     return torch.cat([top, more], dim=1).topk(top.shape[1], dim=1).values
@@ -297,27 +311,23 @@ def _longest(rows: Tensor) -> float:
 def score_pairs(
     rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor, scores: Scores
 ) -> Tensor:
-    """float32 [P]: the products of rows[row] and centroids[centroid], where ``row`` ascends.
+    """Returns the products float32 [P] of rows[row[p]] and centroids[centroid[p]]; ``row`` ascends.
 
-    Each depends on its two vectors and on ``scores`` alone.
+    Each product depends only on its two vectors and on the routine ``scores``.
     """
-    if scores == "blocks":
-        return _scored_in_blocks(rows, centroids, row, centroid)
+    if scores == "blocks":  # copies both vectors of every pair of a block
+        size = 65_536
+        parts = zip(torch.split(row, size), torch.split(centroid, size), strict=True)
+        products = [sums_by_halves(rows[r] * centroids[c]) for r, c in parts]
+        return torch.cat([rows.new_zeros(0), *products])
     starts = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
     starts[1:] = torch.bincount(row, minlength=len(rows)).cumsum(0)
     return pair_products(rows, centroids, starts, centroid)
 
 
-def _scored_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-    """``score_pairs`` by torch, which copies both rows of every pair of a block."""
-    size = 65_536
-    parts = zip(torch.split(row, size), torch.split(centroid, size), strict=True)
-    products = [sums_by_halves(rows[r] * centroids[c]) for r, c in parts]
-    return torch.cat([rows.new_zeros(0), *products])
-
-
 def _largest(packed: Tensor, row: Tensor, num_rows: int, count: int) -> Tensor:
-    """[num_rows, count]: the largest ``packed`` of each row, descending."""
+    """Returns the ``count`` largest ``packed`` numbers [P] of each row: [num_rows, count],
+    descending. ``row`` [P] says to which row each belongs."""
     if count == 1:
         none = torch.full((num_rows,), NOTHING, device=packed.device)
         return none.scatter_reduce_(0, row, packed, "amax")[:, None]

@@ -30,10 +30,11 @@ class ClusterConfig:
     num_splits: PositiveInt | None = None
     """two_level: groups of the first level (null: about the square root of K)."""
     init: Init = "auto"
-    """First centroids: greedy k-means++ (``plus_plus``), whose cost grows with the square of K;
-    ``random`` rows; or ``auto``: k-means++ up to 1,000 clusters, else random."""
+    """How the first centroids are drawn: ``plus_plus``, greedy k-means++, whose cost grows with the
+    square of K; ``random``, distinct rows; ``auto``, k-means++ up to 1,000 clusters, else random.
+    """
     feature: Literal["image", "mean"] = "image"
-    """Clustered rows: image embeddings, or the mean of a sample's image and text embedding."""
+    """What is clustered: image embeddings, or the mean of a sample's image and text embedding."""
     labels_per_sample: PositiveInt = 1
     """L: number of nearest centroids stored for every sample, with their similarities."""
     restarts: PositiveInt = 3
@@ -41,18 +42,24 @@ class ClusterConfig:
     max_iterations: PositiveInt = 100
     """Largest number of Lloyd iterations."""
     tolerance: NonNegativeFloat = 1e-5
-    """Relative change of inertia at which iteration stops."""
+    """Iteration stops when an update lowers inertia by at most this share of it."""
     init_samples: PositiveInt = 100_000
-    """Rows from which k-means++ draws its start (at least 256 K, or all if there are fewer)."""
+    """Number of random rows from which k-means++ draws the first centroids. At least 256 K are
+    taken, or all rows if there are fewer."""
     label_mode: LabelMode = field(default="prefix", metadata=NO_RESULT)
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
     def __post_init__(self) -> None:
-        if self.labels_per_sample > self.fewest:
-            raise ValueError(
-                f"cluster.labels_per_sample={self.labels_per_sample} is more than "
-                f"cluster.num_clusters={self.num_clusters}: lower it"
-            )
+        num_splits = self.num_splits if self.method == "two_level" else None
+        for name, number in (
+            ("labels_per_sample", self.labels_per_sample),
+            ("num_splits", num_splits or 1),
+        ):
+            if number > self.fewest:
+                raise ValueError(
+                    f"cluster.{name}={number} is more than "
+                    f"cluster.num_clusters={self.num_clusters}: lower it"
+                )
 
     @property
     def fewest(self) -> int:
@@ -60,7 +67,7 @@ class ClusterConfig:
         return self.num_clusters if isinstance(self.num_clusters, int) else min(self.num_clusters)
 
     def clusters_of(self, stage: int) -> int:
-        """K of the clustering of ``stage``; ValueError where the list is too short."""
+        """K for clustering ``stage``; ValueError if the list ``num_clusters`` is too short."""
         if isinstance(self.num_clusters, int):
             return self.num_clusters
         if stage >= len(self.num_clusters):

@@ -1,11 +1,13 @@
-"""The rows of a large matrix over ranks, with sums that are equal for any number of ranks.
+"""Divides the rows of a large matrix among ranks; sums of rows are equal for any number of ranks.
 
-The data is a list of row blocks (``cut_blocks``), cut without regard to the number of ranks; rank r
-works on the blocks r, r + W, r + 2W, ... On a CPU one thread computes all that concerns one block,
-in one order. Sums over rows must not depend on the order of the rows, so every value is truncated
-to a fixed-point number in int64. Its unit follows from the largest value and the number of rows, so
-that any sum fits into 62 bits: with 16 million rows it is 2^-38 of the largest value. Adding
-integers is exact, so any number of ranks and threads gives the same bits.
+The matrix is a list of blocks of rows (``cut_blocks``). How it is cut does not depend on W, the
+number of ranks. Rank r works on blocks r, r + W, r + 2W, ... On a CPU, one thread does all work on
+one block, in one order.
+
+Sums of floats would depend on the order of the rows. So each value is truncated to an int64
+multiple of a small unit, since sums of integers are exact in any order. The unit is chosen from the
+largest value and the number of rows so that no sum exceeds 62 bits: with 16 million rows it is
+2^-38 of the largest value. So any number of ranks and threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import BlockLayout, Floats
 from mclclip.data.row_store import RowBlocks
 from mclclip.ranks.collectives import all_reduce_max, all_reduce_sum, gather
-from mclclip.ranks.process_group import Context, num_threads
+from mclclip.ranks.process_group import SINGLE, Context, num_threads
 
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -43,15 +45,18 @@ _ROWS_PER_SUM = 1024  # rows that ``survey`` sums at once; last bits depend on i
 
 
 class RankRows:
-    """The valid rows of this rank's blocks as float32 on the device, unit length if spherical.
+    """Rows to cluster: gives this rank its rows as float32 on its device, unit length if spherical.
 
-    ``blocks`` [n_i, D] and ``valid`` [N] are the whole data, alike on all ranks of ``context``. As
-    many own blocks as ``cache_bytes`` holds stay prepared on the device (None: 1 GiB, or half of
-    what a GPU has free). What ``arithmetic`` leaves open is chosen for the device. Raises
-    ValueError for blocks that are not float rows of one width.
+    blocks       all rows, in blocks [n_i, D] of floats; the same on every rank
+    algorithm    'spherical' or 'euclidean'
+    valid        bool [N]: rows where it is False are never used; None: all are valid
+    context      the ranks that share the work
+    cache_bytes  this rank's first blocks stay on the device up to this size; None: 1 GiB, or half
+                 of a GPU's free memory
+    arithmetic   forces how to compute; None in a field lets ``choose_*`` decide
 
-    ``unit`` and ``squares`` are known after ``survey``. The unit is a power of two: values are
-    summed as x * ``unit`` truncated to int64. ``squares`` is the sum of all |row|^2.
+    ``survey`` must run before rows are summed. It sets ``unit``, a power of two (a value x is
+    summed as x * ``unit`` truncated to int64), and ``squares``, the sum of |row|^2 over all rows.
     """
 
     unit: float
@@ -60,10 +65,11 @@ class RankRows:
     def __init__(
         self,
         blocks: Sequence[Floats],
-        valid: Mask | None,
-        algorithm: Algorithm,
-        context: Context,
-        cache_bytes: int | None,
+        algorithm: Algorithm = "spherical",
+        *,
+        valid: Mask | None = None,
+        context: Context = SINGLE,
+        cache_bytes: int | None = None,
         arithmetic: Arithmetic = CHOSEN,
     ) -> None:
         self.blocks, self.valid, self.algorithm = blocks, valid, algorithm
@@ -73,14 +79,14 @@ class RankRows:
             if isinstance(blocks, RowBlocks)
             else [(block.shape, block.dtype) for block in blocks]
         )
-        self.dim = _width(layouts)
+        assert all(kind.kind == "f" and len(shape) == 2 for shape, kind in layouts)
+        (self.dim,) = {shape[1] for shape, _ in layouts}
         self._dtype = np.result_type(*{kind for _, kind in layouts})
         num_rows = [shape[0] for shape, _ in layouts]
         self.starts: list[int] = [0, *np.cumsum(num_rows).tolist()]
         self.num_rows = self.starts[-1]
         self.num_valid = self.num_rows if valid is None else int(np.count_nonzero(valid))
-        if valid is not None and len(valid) != self.num_rows:
-            raise ValueError(f"valid has {len(valid):,} rows, the blocks have {self.num_rows:,}")
+        assert valid is None or len(valid) == self.num_rows
         self.local_blocks = list(range(context.rank, len(blocks), context.world_size))
         per_block = choose_threads(context.device, arithmetic) == "per_block"
         self._additions = choose_additions(context.device, arithmetic)
@@ -95,27 +101,29 @@ class RankRows:
 
     @contextmanager
     def torch_settings(self) -> Iterator[None]:
-        """Runs a block in which bfloat16 products round no partial sums and, if ``each`` uses
-        threads, an operation has one thread (last bits depend on that number).
+        """Runs a block of code under the settings of torch that the methods here rely on.
+
+        Products of bfloat16 round no partial sums. If ``each`` uses several threads, a torch
+        operation uses one, since last bits depend on that number.
         """
         with num_threads(self._threads_per_operation), sums_in_float32(), integers_in_any_order():
             yield
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results of ``work`` for each item, in order; threads share out the items."""
+        """Returns ``work(item)`` for each item, in order; several threads share the items."""
         if self.num_threads == 1:
             return [work(item) for item in items]
         with ThreadPoolExecutor(self.num_threads, "", torch.set_num_threads, (1,)) as pool:
             return list(pool.map(work, items))
 
     def runs(self) -> list[list[int]]:
-        """The numbers of this rank's blocks, as one list for each of its threads."""
-        dealt = [self.local_blocks[first :: self.num_threads] for first in range(self.num_threads)]
-        return [run for run in dealt if run]
+        """Divides the numbers of this rank's blocks among its threads, one list for each thread."""
+        runs = [self.local_blocks[first :: self.num_threads] for first in range(self.num_threads)]
+        return [run for run in runs if run]
 
     def merge_blocks(self, numbers: Sequence[int], num_rows: int) -> list[list[int]]:
-        """The numbers of blocks, those next to each other that hold up to ``num_rows`` rows in one
-        list: on a GPU small blocks take longer to start than to compute."""
+        """Groups successive block numbers so that a group has at most ``num_rows`` rows, or is one
+        block. On a GPU, starting the work on a small block takes longer than doing it."""
         groups: list[list[int]] = []
         room = 0
         for number in numbers:
@@ -130,8 +138,8 @@ class RankRows:
     # --- rows ---
 
     def to_device(self, x: Tensor) -> Tensor:
-        """A new float32 copy on the device."""
-        # Always newly allocated: last bits depend on the alignment, which is then torch's own.
+        """Copies a tensor to the device as float32."""
+        # The copy is newly allocated even if it need not be: last bits depend on the alignment.
         copy = torch.empty(x.shape, dtype=torch.float32, device=self.context.device)
         return copy.copy_(x.detach())
 
@@ -145,15 +153,14 @@ class RankRows:
         return rows
 
     def ids(self, number: int) -> Integers:
-        """Row numbers of the valid rows of a block."""
+        """The row numbers, in the whole matrix, of a block's valid rows."""
         first, stop = self.starts[number], self.starts[number + 1]
         if self.valid is None:
             return np.arange(first, stop, dtype=np.int64)
         return first + np.flatnonzero(self.valid[first:stop])
 
     def block(self, number: int) -> Tensor:
-        """Rows of block ``number`` that may be clustered: float32, on the device, unit length if
-        spherical."""
+        """The prepared valid rows of block ``number``."""
         if number in self._cache:
             return self._cache[number]
         array = self.blocks[number]
@@ -164,8 +171,16 @@ class RankRows:
             self._cache[number] = rows
         return rows
 
+    def clear_cache(self) -> None:
+        """Frees the blocks on the device; from now on blocks are read again at each use."""
+        self._cache.clear()
+        self._cached.clear()
+
     def gather(self, ids: Integers) -> Tensor:
-        """The prepared rows [S, D] with these ascending row numbers, on every rank."""
+        """The prepared rows [S, D] with these ascending row numbers, on every rank.
+
+        All ranks must call it.
+        """
         gathered = torch.zeros((len(ids), self.dim), device=self.context.device)
 
         def take(part: tuple[int, slice, Integers]) -> None:
@@ -174,17 +189,22 @@ class RankRows:
 
         rank, world_size = self.context.rank, self.context.world_size
         self.each(take, [part for part in self._parts(ids) if part[0] % world_size == rank])
-        return self.total(gathered) + 0.0  # no negative zeros, which a sum over ranks would lose
+        # One rank alone keeps negative zeros, which a sum over ranks turns into zeros.
+        return self.total(gathered) + 0.0
 
     def read(self, ids: Integers) -> Floats:
-        """The rows [S, D] with these ascending numbers as stored; not a collective."""
+        """The rows [S, D] with these ascending row numbers as they are stored, on this rank."""
         read_rows: Floats = np.empty((len(ids), self.dim), dtype=self._dtype)
         for number, target, local in self._parts(ids):
             read_rows[target] = self.blocks[number][local]
         return read_rows
 
     def _parts(self, ids: Integers) -> list[tuple[int, slice, Integers]]:
-        """Ascending ids by block: its number, the slice of the ids in it, their rows within it."""
+        """Splits ascending row numbers by block.
+
+        Returns for each block its number, the slice of ``ids`` that lies in it, and the places of
+        these rows within the block.
+        """
         if not len(ids):
             return []
         first, last = np.searchsorted(self.starts, ids[[0, -1]], "right") - 1
@@ -198,7 +218,7 @@ class RankRows:
         ]
 
     def draw(self, count: int, rng: np.random.Generator) -> Integers:
-        """Ascending numbers of ``count`` valid rows, drawn at random (all, if there are fewer)."""
+        """Draws ``count`` valid rows (all if there are fewer); returns ascending row numbers."""
         valid = None if self.valid is None else np.flatnonzero(self.valid)
         if count >= self.num_valid:
             return np.arange(self.num_rows, dtype=np.int64) if valid is None else valid
@@ -208,8 +228,8 @@ class RankRows:
     # --- over ranks ---
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on the device. Exact for integers, and where only one rank's value
-        is not zero.
+        """The sum over ranks, on the device. It is exact for integers, and for floats if at most
+        one rank's value is not zero.
         """
         x = x.to(self.context.device)
         return x if self.context.world_size == 1 else all_reduce_sum(x)
@@ -226,12 +246,14 @@ class RankRows:
         return every.view(self.context.world_size, *x.shape)
 
     def of_first_rank(self, x: Tensor) -> Tensor:
-        """Rank 0's values on every rank (different machines may compute different last bits)."""
+        """Rank 0's values, on every rank. Needed because unlike machines may compute different last
+        bits."""
         return self.total(x if self.context.rank == 0 else torch.zeros_like(x))
 
-    def refuse_not_finite(self, here: int) -> None:
-        """Raises ValueError on all ranks if any found NaN or infinite rows (this one: ``here``)."""
-        count = int(self.total(torch.tensor(here)))
+    def refuse_not_finite(self, count_here: int) -> None:
+        """Raises ValueError on all ranks if any rank has NaN or infinite rows; ``count_here`` is
+        how many this rank has."""
+        count = int(self.total(torch.tensor(count_here)))
         if count:
             raise ValueError(
                 f"{count:,} of {self.num_valid:,} rows hold NaN or infinite values, or are too "
@@ -240,12 +262,12 @@ class RankRows:
             )
 
     def survey(self) -> None:
-        """Measures ``unit`` and ``squares`` in one pass over all rows.
+        """Sets ``unit`` and ``squares`` in one pass over all rows.
 
         Raises ValueError on all ranks for rows that are not finite.
         """
 
-        def measured(number: int) -> tuple[int, float, float]:
+        def measure_block(number: int) -> tuple[int, float, float]:
             bad, largest, squares = 0, 0.0, 0.0
             for rows in tiles(self.block(number), _ROWS_PER_SUM):
                 bad += num_not_finite(rows)
@@ -253,29 +275,31 @@ class RankRows:
                 squares += float(rows.double().square_().sum())
             return bad, largest, squares
 
-        seen = self.each(measured, self.local_blocks)
+        seen = self.each(measure_block, self.local_blocks)
         self.refuse_not_finite(sum(bad for bad, _, _ in seen))
         here = torch.tensor(max((largest for _, largest, _ in seen), default=0.0))
         exponent = int(np.frexp(float(self.largest(here)))[1])  # |value| < 2 ** exponent
         exponent = max(exponent, -60)  # float32 has to hold the unit
-        # M values below 2 ** exponent add up to less than 2 ** 62; M times D squares likewise.
+        # With these units, the sum of M values, and that of M D squares, stays below 2 ** 62.
         bits = self.num_valid.bit_length()
         of_squares = 2.0 ** (62 - bits - self.dim.bit_length() - 2 * exponent)
         squares = int(self.total(torch.tensor(sum(round(s * of_squares) for _, _, s in seen))))
         self.unit, self.squares = 2.0 ** (62 - bits - exponent), squares / of_squares
 
     def add(self, sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor) -> None:
-        """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts
-        them in ``counts`` [K]. It makes an int64 copy of the rows, so give it a tile at a time.
+        """Adds each row of ``rows`` [n, D], as integers, to the sum of its label.
+
+        ``sums`` int64 [K, D] and ``counts`` int64 [K] are updated; ``labels`` [n] are below K. The
+        rows are copied to int64, so pass a tile at a time.
         """
         self._add(sums, counts, labels, (rows * self.unit).long(), 1)
 
     def move(
         self, sums: Tensor, counts: Tensor, before: Tensor, labels: Tensor, rows: Tensor
     ) -> None:
-        """Takes rows [n, D] that ``add`` added at the labels ``before`` [n] to other ``labels``.
+        """Moves rows [n, D] from the sums of their old labels ``before`` to those of ``labels``.
 
-        Integers come off exactly: the sums are those of rows that were added at ``labels`` alone.
+        Exact, since sums are integers: the result is that of adding the rows at ``labels`` only.
         """
         moved = torch.nonzero(labels != before).flatten()
         fixed = rows.index_select(0, moved).mul_(self.unit).long()
@@ -283,7 +307,8 @@ class RankRows:
         self._add(sums, counts, before[moved], fixed.neg_(), -1)
 
     def _add(self, sums: Tensor, counts: Tensor, labels: Tensor, fixed: Tensor, count: int) -> None:
-        """Adds int64 rows [n, D] to ``sums``, and ``count`` for each of them to ``counts``."""
+        """Adds int64 rows ``fixed`` [n, D] to ``sums``, and ``count`` (1 or -1) for each row to
+        ``counts``."""
         if self._additions == "index_put":
             sums.index_put_((labels,), fixed, accumulate=True)
         else:
@@ -292,24 +317,13 @@ class RankRows:
 
 
 def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:
-    """Rows [n, ...] in views of at most so many rows; none where there are no rows."""
+    """Splits rows [n, ...] into views of at most ``rows_per_tile`` rows; no views if n is 0."""
     return torch.split(rows, rows_per_tile) if len(rows) else ()
 
 
 def num_not_finite(rows: Tensor) -> int:
-    """Counts rows of [n, D] that hold a NaN or an infinite value, or are too long.
+    """Counts the rows [n, D] that hold a NaN or an infinite value, or are too long.
 
-    (2 |row|)^2 has to be finite in float32, since two rows may have that squared distance.
+    A row is too long if (2 |row|)^2 is infinite in float32, since two rows can be that far apart.
     """
     return int((~torch.isfinite(4.0 * rows.square().sum(dim=1))).sum())
-
-
-def _width(layouts: Sequence[BlockLayout]) -> int:
-    """Returns D. Raises ValueError unless the shapes and types are those of float rows [n, D]."""
-    widths = {shape[1:] for shape, _ in layouts}
-    if len(widths) != 1 or len(min(widths)) != 1 or any(kind.kind != "f" for _, kind in layouts):
-        kinds = sorted({f"{kind} {('n', *shape[1:])}" for shape, kind in layouts})
-        raise ValueError(
-            f"got blocks of {', '.join(kinds) or 'nothing'}: wanted float rows (n, D) of one width"
-        )
-    return int(min(widths)[0])

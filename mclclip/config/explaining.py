@@ -1,7 +1,7 @@
-"""Every option of a configuration with its text, type, default and allowed values.
+"""Lists every option of a configuration with its text, type, default and allowed values.
 
-The text is the docstring below the option in its owner's module; the type and the values are those
-by which a configuration is checked.
+The text is the docstring below the option in its owner's module. Type and values are those by which
+a configuration is checked.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from mclclip.eval import protocols
 from mclclip.objectives.base import ObjectiveOptions, Sum, kinds, options_class
 from mclclip.util.options import nearest
 
-# Options that are those of another one again; they are printed where they are asked for.
-_AGAIN = ("base.", "trained_model.")
+# Groups that repeat the options of ``train`` and ``model``; they are printed only if asked for.
+_REPEATED = ("base.", "trained_model.")
 
 
 class Option(NamedTuple):
-    """One option: its dotted key, in which NAME stands for a name of the user's, and its words.
+    """One option: its dotted key, its type and default in words, and its text.
 
-    ``kind`` is that of the objective or benchmark that alone has the option; empty: all have it.
+    In the key, NAME stands for a name that the user chooses, as in ``eval.suite.NAME.kind``. If
+    only one kind of objective or benchmark has the option, ``kind`` names it; else it is empty.
     """
 
     key: str
@@ -42,27 +43,30 @@ class Option(NamedTuple):
 
 
 def explain(key: str) -> str:
-    """The options whose keys begin with ``key`` as text (empty: all, with those of ``base`` and
-    ``trained_model`` left out, which are those of ``train`` and ``model``).
+    """Returns a text about the options whose keys begin with ``key``.
 
-    A key in the middle, such as ``lr``, finds what contains it. Raises ValueError, with the nearest
-    keys, where there is none.
+    A later part of a key, such as ``lr``, finds all options that have it. An empty key gives all
+    options but those of ``base`` and ``trained_model``, which repeat ``train`` and ``model``.
+    Raises ValueError, with the nearest keys, if there is no such option.
     """
-    known = list(options())
+    every = list(options())
     if not key:
-        found = [option for option in known if not option.key.startswith(_AGAIN)]
+        matches = [option for option in every if not option.key.startswith(_REPEATED)]
     else:
-        found = [option for option in known if _begins(option.key, key, whole=True)]
-        found = found or [option for option in known if _begins(option.key, key)]
-        found = found or [option for option in known if f".{key}" in option.key]
-    if not found:
-        near = ", ".join(nearest(key, {option.key for option in known}))
+        matches = [option for option in every if _begins(option.key, key, whole=True)]
+        matches = matches or [option for option in every if _begins(option.key, key)]
+        matches = matches or [option for option in every if f".{key}" in option.key]
+    if not matches:
+        near = ", ".join(nearest(key, {option.key for option in every}))
         raise ValueError(f"there is no option {key!r} (nearest: {near})")
-    return "\n\n".join(map(_described, found))
+    return "\n\n".join(map(_describe, matches))
 
 
 def options(owner: Any = Config, prefix: str = "", kind: str = "") -> Iterator[Option]:
-    """Every option of a class of options, with those of the classes that it mentions."""
+    """Yields every option of a class of options, and of the classes that its fields mention.
+
+    ``prefix`` begins their keys, for example "train."; ``kind`` goes into ``Option.kind``.
+    """
     hints = typing.get_type_hints(owner, include_extras=True)
     for name, item in owner.__pydantic_fields__.items():
         key, hint = prefix + name, hints[name]
@@ -81,14 +85,16 @@ def options(owner: Any = Config, prefix: str = "", kind: str = "") -> Iterator[O
 
 
 def _description(owner: Any, name: str) -> str | None:
-    """The docstring of a field, which pydantic has in the class that declares it."""
+    """Returns the docstring of a field, which pydantic keeps in the class that declares it."""
     fields = (each.__dict__.get("__pydantic_fields__", {}).get(name) for each in owner.__mro__)
     return next((field.description for field in fields if field and field.description), None)
 
 
 def _of_benchmarks(prefix: str) -> Iterator[Option]:
-    """The options of every kind of benchmarks: arguments of its evaluator, whose docstring has
-    sentences about them."""
+    """Yields the options of every kind of benchmark, which are arguments of its evaluator.
+
+    Their text is the sentences that mention them in the evaluator's docstring.
+    """
     for kind in protocols.KINDS:
         evaluator = protocols.evaluator(kind)
         sentences = re.split(r"(?<=[.;])\s+", inspect.getdoc(evaluator.evaluate) or "")
@@ -100,18 +106,20 @@ def _of_benchmarks(prefix: str) -> Iterator[Option]:
 
 
 def _begins(option: str, key: str, whole: bool = False) -> bool:
-    """Returns whether ``key``, as typed for --explain, names this option or a group above it; of
-    the last part the beginning is enough, unless ``whole``."""
-    names, given = option.split("."), key.split(".")
-    pairs = list(zip(names, given, strict=False))
-    if len(names) < len(given) or any(a not in (b, "NAME") for a, b in pairs[:-1]):
+    """Returns True if ``key``, as typed for --explain, names this option or a group above it.
+
+    Unless ``whole``, the beginning of the key's last part is enough.
+    """
+    names, parts = option.split("."), key.split(".")
+    pairs = list(zip(names, parts, strict=False))
+    if len(names) < len(parts) or any(a not in (b, "NAME") for a, b in pairs[:-1]):
         return False
     name, last = pairs[-1]
     return name in (last, "NAME") or not whole and name.startswith(last)
 
 
 def _classes(hint: Any) -> Iterator[Any]:
-    """The classes of options that a type mentions."""
+    """Yields the classes of options that a type mentions."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         yield hint
     for part in typing.get_args(hint):
@@ -119,7 +127,7 @@ def _classes(hint: Any) -> Iterator[Any]:
 
 
 def _type(hint: Any) -> str:
-    """A type in words, with the allowed values."""
+    """Describes a type and its allowed values in words, for example "whole number at least 1"."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Sum:
         return "a list of them, whose losses are added"
@@ -142,7 +150,7 @@ _BOUNDS |= {"exclusiveMaximum": "below"}
 
 
 def _words(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """A JSON schema in words; ``whole`` has what it refers to."""
+    """Describes a JSON schema in words; references are looked up in the schema ``whole``."""
     if "$ref" in schema:
         return _words(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
     if "anyOf" in schema:
@@ -163,7 +171,7 @@ def _number(bound: float) -> str:
 
 
 def _default(item: FieldInfo) -> str:
-    """The default of a field as it is written in YAML; "required" without one."""
+    """Returns the default of a field as it is written in YAML, or "required"."""
     return "required" if item.is_required() else _plain(item.get_default(call_default_factory=True))
 
 
@@ -178,7 +186,7 @@ def _plain(value: Any) -> str:
     )
 
 
-def _described(option: Option) -> str:
+def _describe(option: Option) -> str:
     kind = f"  (of kind {option.kind})" if option.kind else ""
     lines = f"{option.type}; default: {option.default}".replace("; default: required", "; required")
     text = " ".join(inspect.cleandoc(option.text).split())

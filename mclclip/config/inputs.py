@@ -1,4 +1,4 @@
-"""Checks, before the first verb, that the files and samples that a run reads are there and fit."""
+"""Checks, before the first verb runs, that the files and samples that a run reads exist and fit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ log = logging.getLogger("mclclip")
 
 
 def check(config: Config) -> None:
-    """Raises ValueError or FileNotFoundError for files that are wrong or missing: that of excluded
-    samples, image weights, tokenizers. Warns of figures that will be those of chance."""
+    """Raises ValueError or FileNotFoundError for files that are wrong or missing.
+
+    These are the file of excluded samples, image weights, and tokenizers. Warns if benchmarks will
+    give figures of chance, since no training has trained the text tower that they use.
+    """
     excluded_keys(config.data.exclude)
     for name, options in config.trainings.items():
         model = config.model_of(name)
@@ -41,12 +44,12 @@ def check(config: Config) -> None:
 
 
 def _check_tokenizers(config: Config, reads_text: bool) -> None:
-    """Raises FileNotFoundError where texts are to be read by a tokenizer that cannot be had."""
+    """Raises FileNotFoundError if texts will be read and a model's tokenizer cannot be fetched."""
     trainings = config.trainings.items()
     models = [config.model_of(n) for n, each in trainings if each.objective.reads.captions]
     if reads_text or (config.has_stages and config.needs_text_embeddings):
         models.append(config.model)
-    first = RunPaths.of(config).export(0)  # has a copy of the tokenizer's files
+    first = RunPaths.of(config).export(0)  # stage 0's export has a copy of the tokenizer's files
     names = [
         first if model is config.model and is_finished(first) else model.name
         for model in models
@@ -58,8 +61,8 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
 
 
 def check_samples(config: Config, index: SampleIndex) -> None:
-    """Raises ValueError, before stage 0 takes hours, for options that the samples cannot meet. All
-    ranks call it."""
+    """Raises ValueError for options that the samples of the index cannot meet, such as too large a
+    batch, before stage 0 takes hours. All ranks call it."""
     collectives.on_main(lambda: read_excluded(index, config.data.exclude))
     if config.has_stages and config.cluster.feature == "mean":
         index.without_caption("cluster.feature=mean")
@@ -74,6 +77,6 @@ def check_samples(config: Config, index: SampleIndex) -> None:
         check_numbers(name, batch, policy, most, len(index), len(lacking), draws)
         if reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(index)
-        if reads.edits and not has_base:  # each training surveys them too
-            survey = partial(extras.survey, reads.edits, index, config.data, name)
+        if reads.edits and not has_base:  # later, the training itself surveys the captions
+            survey = partial(extras.report_edits, reads.edits, index, config.data, name)
             collectives.on_main(survey)

@@ -28,20 +28,20 @@ class Config:
     seed: Seed = 0
     """Seed of weights, data order, augmentation and clustering."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; ``auto``: the GPU of this rank where there is one."""
+    """Where tensors live; ``auto``: this rank's GPU if there is one, else the CPU."""
     deterministic: bool = True
-    """On a GPU: the same bits in every run and after every kill, by torch's deterministic
-    algorithms; an operation that has none raises. It takes 5 to 8 % of a step of a ViT-L-14 (a
-    CPU gives the same bits anyway)."""
+    """On a GPU, use torch's deterministic algorithms, which give the same bits in every run and
+    after every kill; an operation that has none raises an error. This takes 5 to 8 % of a step of a
+    ViT-L-14. A CPU gives the same bits anyway."""
     num_threads: PositiveInt | None = None
-    """Intra-op threads per process (null: OMP_NUM_THREADS where it is set, else torch's choice, but
-    at most all cores but one)."""
+    """Torch's threads in each process. Null: OMP_NUM_THREADS if it is set, else torch's choice, but
+    at most all cores but one."""
     wall_time_s: PositiveFloat | None = None
-    """Seconds after which a training saves and the run leaves as if pre-empted (null: no limit)."""
+    """Seconds after which a training saves and the run ends, to be resumed (null: no limit)."""
     peer_timeout_s: PositiveFloat = 600.0
     """Seconds that ranks wait for each other in a collective operation, and for data from a loader
-    worker, after which the job ends. The work of one rank alone, such as indexing, is waited for
-    without a limit, and so is a first compilation."""
+    worker; then the job ends. For work of one rank alone, such as indexing, and for the first
+    compilation, they wait without a limit."""
     poll_s: PositiveFloat = 5.0
     """Seconds between checks for the files ``save_now`` and ``stop`` in the run directory."""
     num_stages: Annotated[int, Field(ge=0, le=100)] = 3
@@ -49,8 +49,8 @@ class Config:
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     trained_model: ModelConfig | None = None
-    """Another encoder that stages s >= 1 start from, such as one with random weights (null: they
-    start as ``train.start`` says). Only for objectives that allow it, such as those with class
+    """Another encoder from which stages s >= 1 start, for example one with random weights. Null:
+    they start as ``train.start`` says. Only some objectives allow it, such as those with class
     centers."""
     base: TrainConfig | None = None
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
@@ -63,23 +63,26 @@ class Config:
     controls: Annotated[list[Literal["ungrouped", "random_groups"]], AfterValidator(each_once)] = (
         field(default_factory=list)
     )
-    """Controls: each repeats every stage from the same base weights for as many steps, with the
-    same locks and learning rates, and with captions and augmentations from the same keys. They
-    differ in which samples form a batch, in the order of the samples, and in the mask of Eq. 3.
-    A single pair of runs cannot tell a difference from noise: repeat both with other seeds."""
+    """Controls. Each repeats every stage from the same base weights for as many steps, with the
+    same locks and learning rates, and with the same draws of captions and augmentations. It differs
+    in which samples form a batch, in their order, and in the mask of Eq. 3 (MCL). A single pair of
+    runs cannot tell a difference from noise: repeat both with other seeds."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Metric sinks besides metrics.jsonl."""
+    """Where metrics are logged besides metrics.jsonl."""
 
     @property
     def has_stages(self) -> bool:
-        """True where anything comes after stage 0: a clustering, a training, encoders to join."""
+        """True if there are stages after stage 0."""
         return self.num_stages > 0
 
     @property
     def encoders(self) -> list[str]:
-        """The names of all encoders that a run makes, those of controls without their prefix."""
+        """The names of all encoders that a run makes, such as ``stage_1`` and ``concat_raw``.
+
+        Controls make encoders of the same names, with the control's name before them.
+        """
         names = [f"stage_{stage}" for stage in range(self.num_stages + 1)]
         if self.has_stages:
             names += [f"concat_{kind}" for kind in self.export.concat]
@@ -88,51 +91,56 @@ class Config:
 
     @property
     def clusters(self) -> list[int]:
-        """K of every stage that is clustered: 0 to num_stages - 1."""
+        """The number of clusters of every stage that is clustered, 0 to num_stages - 1."""
         return [self.cluster.clusters_of(stage) for stage in range(self.num_stages)]
 
     @property
     def trainings(self) -> dict[str, TrainConfig]:
-        """The trainings that a run has, by the name of their option: ``base``, ``train``."""
+        """The run's trainings by the name of their option, ``base`` or ``train``."""
         base = {} if self.base is None else {"base": self.base}
         return base | ({"train": self.train} if self.has_stages else {})
 
     def model_of(self, training: str) -> ModelConfig:
-        """Options of the encoder that the training ``base`` or ``train`` starts from."""
+        """Returns options of the encoder that the training ``base`` or ``train`` starts from."""
         return (self.trained_model if training == "train" else None) or self.model
 
     def pixels_of(self, training: str) -> Pixels:
-        """How the training ``base`` or ``train`` makes pixels; ``auto`` is ``fast`` where its
-        transform only crops."""
+        """Returns how the training ``base`` or ``train`` computes pixels.
+
+        ``auto`` becomes ``fast`` if the model's augmentation only crops, else ``exact``.
+        """
         if self.data.pixels == "auto":
             return "exact" if more_than_crops(self.model_of(training)) else "fast"
         return self.data.pixels
 
     @property
     def reads_captions(self) -> bool:
-        """True where the objective of any training reads captions."""
+        """True if the objective of any training reads captions."""
         return any(each.objective.reads.captions for each in self.trainings.values())
 
     @property
     def needs_text_embeddings(self) -> bool:
-        """True where ``embed`` writes embeddings of the captions at stage 0."""
+        """True if ``embed`` writes embeddings of the captions at stage 0."""
         return bool(self.stored_texts)
 
     @property
     def writes_image_rows(self) -> bool:
-        """True where `embed` writes rows that stand for images, beside its embeddings."""
+        """True if `embed` writes outputs of the image tower's frozen blocks, beside embeddings."""
         return self.image_rows.enabled and not self.train.lock.freezes_images
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
-        """The texts whose embeddings ``embed`` writes at stage 0: those that the training of stages
-        reads (``TrainConfig.stored_texts``), and the captions where clustering reads them."""
+        """The texts whose embeddings ``embed`` writes at stage 0; None stands for the captions.
+
+        They are those that the training of stages reads (``TrainConfig.stored_texts``), and the
+        captions if clustering reads them.
+        """
         trained = self.train.stored_texts if self.has_stages else ()
         clustered = self.cluster.feature == "mean" and None not in trained
         return (None, *trained) if clustered else trained
 
     @property
     def shares_text_tower(self) -> bool:
-        """True where all stages have stage 0's text tower, whose text embeddings are theirs."""
+        """True if all stages share stage 0's text tower, and so its text embeddings."""
         train = self.train
         return self.trained_model is None and train.start == "base" and not train.lock.text

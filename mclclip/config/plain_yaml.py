@@ -1,7 +1,8 @@
-"""YAML of strangers: plain values, bounded before they are made.
+"""Reads YAML that may come from strangers: plain values only, of bounded size and depth.
 
-Nine lines of aliases may stand for a billion values, 5,000 levels exhaust the stack of all that
-walks them, and of a key given twice plain PyYAML keeps the last value in silence.
+The bounds are checked before values are built: nine lines of aliases may stand for a billion
+values, and 5,000 levels exhaust the stack of any function that walks them. A key that is given
+twice is refused; PyYAML would silently keep the last value.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from mclclip.util.files import MAX_DEPTH, Refused, read_bounded
 
 MAX_YAML_BYTES = 1 << 20  # some seconds of parsing
 MAX_YAML_VALUES = 100_000
-"""Values that a YAML document may stand for, counted as often as its aliases repeat them."""
+"""The most values in a YAML document; what an alias refers to counts again for each alias."""
 
 _TAG = "tag:yaml.org,2002:"
 _TYPES = ("map", "seq", "str", "int", "float", "bool", "null")
-_LONGEST_NUMBER = 400  # digits; of more, yaml and Python take minutes
+_LONGEST_NUMBER = 400  # digits; Python needs minutes for numbers of very many
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file; see ``parse_yaml``, whose errors name the file."""
+    """Returns the content of a YAML file. Raises the errors of ``parse_yaml``, with the path."""
     return parse_yaml(read_bounded(path, MAX_YAML_BYTES), str(path))
 
 
 def parse_yaml(data: str | bytes, where: str) -> Any:
-    """The content of a YAML text: mappings, lists, texts, numbers, true, false and null.
+    """Returns the content of a YAML text: mappings, lists, texts, numbers, true, false and null.
 
-    A date is a text. Raises ValueError, one line that begins with ``where``, for what is not YAML
-    or of other types, has a key twice in one mapping, stands for more than ``MAX_YAML_VALUES``
-    values, contains itself, or is nested deeper than ``MAX_DEPTH`` levels; and for ``yes``,
-    ``010`` and ``1:30`` without quotes, which YAML 1.1 reads as true, 8 and 90, and 1.2 does not.
+    Dates stay texts. Raises ValueError, one line that begins with ``where``, for a text that is no
+    YAML, has other types, has a key twice in one mapping, stands for more than ``MAX_YAML_VALUES``
+    values, contains itself, or is nested deeper than ``MAX_DEPTH`` levels. ``yes``, ``010`` and
+    ``1:30`` without quotes are refused too: YAML 1.1 reads them as true, 8 and 90, 1.2 does not.
     """
     return _one_line(where, lambda: _Loader(data).get_single_data())
 
 
 def parse_value(text: str, where: str) -> Any:
-    """The value of an option as it is typed on a command line.
+    """Returns the value of an option as it is typed on a command line.
 
-    A list, a mapping or a text in quotes is YAML. Anything else that is no number, true, false or
-    null is a text as it stands, whatever signs and blanks it has. Raises ValueError, one line that
-    begins with ``where``, for what ``parse_yaml`` refuses, for line breaks, and for what stands
-    behind a closing bracket or quote, such as a comment.
+    A list, a mapping or a text in quotes is read as YAML, and so are numbers, true, false and null.
+    Everything else is a text, with all its signs and blanks. Raises ValueError, one line that
+    begins with ``where``, for what ``parse_yaml`` refuses, for line breaks, and for anything behind
+    a closing bracket or quote, such as a comment.
     """
     if "\n" in text or "\r" in text:
         raise ValueError(f"{where} has a line break: write the value in one line")
@@ -69,10 +70,10 @@ def _one_line(where: str, read: Callable[[], Any]) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a document before values are made of it.
+    """Refuses a document before Python values are built of it.
 
-    A node is complete before another can refer to it, so that its size and depth, with all its
-    aliases written out, follow from those of its parts.
+    A node is complete before an alias can refer to it. So its size and depth, as if all aliases
+    were written out, follow from those of its parts.
     """
 
     yaml_implicit_resolvers = {
@@ -91,7 +92,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # node -> (values, levels)
 
     def whole_value(self) -> Any:
-        """The value of a text; nothing stands behind it, not even a comment."""
+        """Returns the value of the text; raises Refused for anything behind it, even a comment."""
         node = self.get_single_node()
         assert node is not None  # a bracket or a quote has begun
         rest = self.buffer[node.end_mark.index :].strip("\0 ")
@@ -100,7 +101,7 @@ class _Loader(yaml.SafeLoader):
         return self.construct_document(node)
 
     def scalar(self, text: str) -> Any:
-        """The value of a scalar without quotes; a text where it is nothing else."""
+        """Returns the value of a text without quotes: a number, true, false, null, or the text."""
         tag = str(self.resolve(yaml.ScalarNode, text, (True, False)))  # type: ignore[no-untyped-call]
         if tag.removeprefix(_TAG) not in _TYPES:
             return text
@@ -109,7 +110,7 @@ class _Loader(yaml.SafeLoader):
         return self.construct_document(node)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Composes a node and checks it."""
+        """Composes a node, as PyYAML calls this, and checks its depth and size."""
         self._open += 1
         if self._open > MAX_DEPTH + 1:
             raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
@@ -124,7 +125,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Values and levels of a node whose parts have been measured."""
+        """Returns how many values a node stands for, and how many levels it has.
+
+        Its parts have been measured before. Raises Refused for what is not allowed.
+        """
         if isinstance(node, yaml.MappingNode):
             _check_keys(node)
             parts = [part for pair in node.value for part in pair]
@@ -151,7 +155,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _reads_differently(node: yaml.Node) -> bool:
-    """Returns whether YAML 1.1 (PyYAML) reads a scalar otherwise than YAML 1.2 and most people."""
+    """Returns True if YAML 1.1 (PyYAML) reads a scalar otherwise than YAML 1.2 and most people."""
     if node.tag == f"{_TAG}bool":
         return node.value.lower() in ("yes", "no", "on", "off")
     if node.tag == f"{_TAG}int" and re.match(r"[-+]?0[0-7_]", node.value):

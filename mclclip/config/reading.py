@@ -1,6 +1,6 @@
-"""Options from YAML and ``key.path=value`` overrides: load, check, dump, and the error messages.
+"""Loads options from YAML and ``key.path=value`` overrides, checks and dumps them.
 
-Derived numbers are not options: they are computed once, by the verb that needs them, and logged.
+Numbers that follow from options are no options: the verb that needs one computes and logs it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from mclclip.util.shipped import find_recipe
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``key.path=value`` overrides and checks everything.
 
-    ``path`` may be the name of a shipped recipe too (see ``find_recipe``). The configuration that a
-    run holds means that run, also where its folder was moved: paths below it go with it.
+    ``path`` may also be the name of a shipped recipe (see ``find_recipe``). If it is the
+    configuration that a run has recorded, and the run's folder was moved, then ``run_dir`` and all
+    paths below it are changed to where the folder is now.
 
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
@@ -40,81 +41,84 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     if file is not None and (run_dir := _run_around(file)) is not None:
         before = str(tree.get("run_dir", run_dir)).rstrip("/")
         if Path(before).resolve() != run_dir.resolve():
-            tree = _moved(tree, before, str(run_dir))
+            tree = _move_paths(tree, before, str(run_dir))
     return from_tree(tree, overrides)
 
 
 def _run_around(file: Path) -> Path | None:
-    """The run whose recorded configuration, or the settings that ``finetune`` chose, a file is."""
-    chosen = file.parent.name == "finetune"
-    run_dir = file.parent.parent if chosen else file.parent
+    """Returns the directory of the run to which a configuration file belongs, or None.
+
+    Such a file is RUN/config.yaml, or RUN/finetune/settings.yaml, which ``finetune`` wrote.
+    """
+    run_dir = file.parent.parent if file.parent.name == "finetune" else file.parent
     is_run = file.name in ("config.yaml", "settings.yaml") and (run_dir / RUN_STATE).exists()
     return run_dir if is_run else None
 
 
-def _moved(value: Any, before: str, now: str) -> Any:
-    """The value in which every path that is ``before``, or lies below it, is or lies below ``now``;
-    of a pattern too."""
+def _move_paths(value: Any, before: str, now: str) -> Any:
+    """Returns an option's value, or a tree of them, with ``before`` replaced by ``now`` at the
+    beginning of every path and pattern."""
     if isinstance(value, dict):
-        return {key: _moved(item, before, now) for key, item in value.items()}
+        return {key: _move_paths(item, before, now) for key, item in value.items()}
     if isinstance(value, list):
-        return [_moved(item, before, now) for item in value]
+        return [_move_paths(item, before, now) for item in value]
     if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
         return now + value.removeprefix(before)
     return value
 
 
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Checks a nested mapping with overrides and returns the Config (see ``load`` for errors)."""
-    tree = _unshared(tree)
+    """Returns the Config of a nested mapping and overrides. Raises ValueError as ``load`` does."""
+    tree = _unshare(tree)
     for override in overrides:
         _apply(tree, override)
     try:
         config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
         raise ValueError(_message(error, tree)) from None
-    _refuse_truths(tree, config)
+    _refuse_booleans(tree, config)
     rules.check(config)
     refuse_url(config.run_dir, "run_dir")
     return config
 
 
-def _unshared(value: Any) -> Any:
-    """A copy in which no mapping or list stands at two places, as YAML's anchors have it: an
-    override of ``train.objective`` shall not change ``base.objective`` too."""
+def _unshare(value: Any) -> Any:
+    """Copies a tree so that no mapping or list stands at two places, as YAML's aliases make it: an
+    override of ``train.objective`` must not change ``base.objective`` too."""
     if isinstance(value, dict):
-        return {key: _unshared(item) for key, item in value.items()}
-    return [_unshared(item) for item in value] if isinstance(value, list) else value
+        return {key: _unshare(item) for key, item in value.items()}
+    return [_unshare(item) for item in value] if isinstance(value, list) else value
 
 
-def _refuse_truths(given: Any, checked: Any, name: str = "") -> None:
-    """Raises ValueError where true or false stands for a number: pydantic takes them for 1 and 0.
+def _refuse_booleans(tree: Any, options: Any, name: str = "") -> None:
+    """Raises ValueError if true or false stands for a number; pydantic takes them for 1 and 0.
 
-    ``given`` is a tree, or a part of it that is called ``name``, and ``checked`` its options.
+    ``tree`` is what a user wrote for the option ``name`` (empty: everything), and ``options`` what
+    pydantic made of it.
     """
-    if isinstance(given, bool) and type(checked) in (int, float):
-        raise ValueError(f"option {name!r}, got {given}: wanted a number")
-    parts = given if isinstance(given, dict) else {}
-    if isinstance(given, list) and isinstance(checked, list | tuple):
-        parts, checked = dict(enumerate(given)), dict(enumerate(checked))
+    if isinstance(tree, bool) and type(options) in (int, float):
+        raise ValueError(f"option {name!r}, got {tree}: wanted a number")
+    parts = tree if isinstance(tree, dict) else {}
+    if isinstance(tree, list) and isinstance(options, list | tuple):
+        parts, options = dict(enumerate(tree)), dict(enumerate(options))
     for key, part in parts.items():
-        value = checked.get(key) if isinstance(checked, dict) else getattr(checked, key, None)
-        _refuse_truths(part, value, f"{name}.{key}".lstrip("."))
+        value = options.get(key) if isinstance(options, dict) else getattr(options, key, None)
+        _refuse_booleans(part, value, f"{name}.{key}".lstrip("."))
 
 
 def to_tree(config: Any) -> dict[str, Any]:
-    """A config (or a part of one) as plain nested mappings."""
+    """Returns a config, or a part of one, as plain nested mappings."""
     return dict(dataclasses.asdict(config))
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML."""
+    """Returns the whole configuration, with all defaults, as YAML."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
     return str(yaml.safe_dump(plain, sort_keys=False))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    """Sets one ``key.path=value`` in the tree; see ``parse_value`` for the value."""
+    """Sets one ``key.path=value`` in the tree. ``parse_value`` reads the value."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"got the override {override!r}, expected key.path=value")
@@ -128,17 +132,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
     node[last] = parse_value(text, f"override {override!r}")
     if last == "kind" and parents[-1:] == ["objective"]:
-        _drop_foreign(node)
+        _drop_options_of_other_kinds(node)
     if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):
         del node[last]  # eval.suite.coco=null drops a recipe's benchmark
 
 
-def _drop_foreign(objective: dict[str, Any]) -> None:
-    """Removes, in place, options that the newly named kind of objective lacks; they belonged to the
-    kind before. An unknown kind is reported by the check that follows."""
+def _drop_options_of_other_kinds(objective: dict[str, Any]) -> None:
+    """Removes, in place, options that the objective's kind does not have.
+
+    They belonged to the kind before an override changed it. An unknown kind is reported later.
+    """
     with contextlib.suppress(ValueError):
-        known = {item.name for item in dataclasses.fields(options_class(str(objective["kind"])))}
-        for name in objective.keys() - known:
+        valid = {item.name for item in dataclasses.fields(options_class(str(objective["kind"])))}
+        for name in objective.keys() - valid:
             del objective[name]
 
 
@@ -146,7 +152,7 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def _message(error: ValidationError, tree: dict[str, Any]) -> str:
-    """One problem of the error as one line: dotted path, value, and what was wanted."""
+    """Describes one problem of the error in one line: the option, its value, what was wanted."""
     problems = error.errors()
     unknown = [item for item in problems if item["type"] in _UNKNOWN]
     problem: Mapping[str, Any] = unknown[0] if unknown else farthest(problems)
@@ -170,22 +176,25 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
 
 
 def _fields_at(path: list[str], tree: Any) -> list[str]:
-    """Names of the options valid below a path of pydantic's; ``tree`` tells kinds of objectives."""
-    found: Any = Config
+    """Returns the names of the options below a path of pydantic's, for example ["train", "plan"].
+
+    ``tree`` is what the user wrote; it has the kinds of objectives.
+    """
+    owner: Any = Config
     for part in path:
         if isinstance(tree, list) and part.isdigit():
             tree = tree[int(part)]
         elif isinstance(tree, dict):
             tree = tree.get(part)
-        found = _options_in(typing.get_type_hints(found).get(part)) or found
-        if found is ObjectiveOptions and isinstance(tree, dict):
-            found = options_class(str(tree.get("kind")))
-    return [item.name for item in dataclasses.fields(found)]
+        owner = _options_in(typing.get_type_hints(owner).get(part)) or owner
+        if owner is ObjectiveOptions and isinstance(tree, dict):
+            owner = options_class(str(tree.get("kind")))
+    return [item.name for item in dataclasses.fields(owner)]
 
 
 def _options_in(annotation: Any) -> Any:
-    """The first class of options that an annotation mentions, such as that of a mapping's values;
-    None for other annotations."""
+    """Returns the first class of options that an annotation mentions, for example in
+    ``dict[str, BenchmarkConfig]``; None if it mentions none."""
     if dataclasses.is_dataclass(annotation):
         return annotation
     return next(filter(None, map(_options_in, typing.get_args(annotation))), None)

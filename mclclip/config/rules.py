@@ -1,7 +1,7 @@
-"""Every rule between options of two owners, as one table, and the one function that checks it.
+"""All rules between options of different rooms, as one table, and the function that checks them.
 
-A rule of a single option (its type, its range) stands with the option. Rules about objectives look
-at what they read.
+The type and the range of a single option stand with the option. Rules about objectives look at what
+an objective reads (``objective.reads``), not at its kind.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mclclip.models.options import ModelConfig, architecture_of, more_than_crops
 from mclclip.train.options import TrainConfig
 
 Needs = Literal["options", "ranks", "run"]
-"""What a rule looks at: the options alone; the number of ranks too; or, before a whole run, the
-architectures of its models and the folders that it reads, which takes seconds."""
-_TRAINING = "TRAINING"  # stands for `base` and `train` in the name of an option
+"""What a rule reads: the options alone; also the number of ranks; or, before a whole run, also
+the architectures of its models and the folders that it reads, which takes seconds."""
+_TRAINING = "TRAINING"  # in the name of an option, stands for `base` and for `train`
 _COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
 _CONDITION = re.compile(r"([\w.]+)(?:(!=|=|<|>)(.*))?")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The options that a rule looks at: the whole configuration, and one of its trainings."""
+    """What a rule is checked on: a configuration, one of its trainings, the number of ranks."""
 
     config: Config
     training: str = "train"
@@ -38,19 +38,19 @@ class Subject:
 
     @property
     def options(self) -> TrainConfig:
-        """Options of the training."""
+        """The options of the training."""
         options = self.config.base if self.training == "base" else self.config.train
         assert options is not None, "base is null"
         return options
 
     @property
     def model(self) -> ModelConfig:
-        """Options of the model that the training starts from."""
+        """The options of the model that the training starts from."""
         return self.config.model_of(self.training)
 
     @property
     def objective(self) -> str:
-        """The training's objective, as messages name it."""
+        """The training's objective as messages name it: "train.objective.kind=info_nce"."""
         return self.options.reader(self.training)
 
 
@@ -58,8 +58,10 @@ class Subject:
 class Rule:
     """A row of the table.
 
-    option  the option that its line names; ``TRAINING.lr`` is checked for every training of a run
-    line    says what is wrong, and what to do; something false where the rule is kept
+    option  the option that the rule is about; one with TRAINING in it is checked for every training
+    line    returns one line that says what is wrong and what to do, or something false if the
+            options keep the rule
+    needs   what the rule reads
     """
 
     option: str
@@ -68,10 +70,11 @@ class Rule:
 
 
 def excludes(*conditions: str, because: str, needs: Needs = "options") -> Rule:
-    """The options that meet all ``conditions`` are not taken together.
+    """Returns a rule that refuses options which meet all ``conditions``; ``because`` says why.
 
-    A condition is ``OPTION`` (set), ``OPTION=VALUE`` (of a collection: VALUE is in it),
-    ``OPTION!=VALUE``, ``OPTION<NUMBER`` or ``OPTION>NUMBER``. An option that is null meets none.
+    A condition is ``OPTION`` (it is set and not empty), ``OPTION=VALUE`` (for a list or set: VALUE
+    is in it), ``OPTION!=VALUE``, ``OPTION<NUMBER`` or ``OPTION>NUMBER``. An option that is null
+    meets no condition.
     """
 
     def line(at: Subject) -> str:
@@ -82,7 +85,10 @@ def excludes(*conditions: str, because: str, needs: Needs = "options") -> Rule:
 
 
 def _meets(at: Subject, condition: str) -> str:
-    """The option of a condition as its user wrote it, if it meets the condition, else ''."""
+    """Returns an option and its value, for example "train.precision=fp16", if it meets a condition.
+
+    If it does not, returns "".
+    """
     name, sign, text = re.fullmatch(_CONDITION, condition).groups()  # type: ignore[union-attr]
     name = name.replace(_TRAINING, at.training)
     value: Any = at if name == "num_ranks" else at.config
@@ -108,13 +114,13 @@ def _meets(at: Subject, condition: str) -> str:
     return f"{name}={plain}" if isinstance(plain, str | int | float | list) else name
 
 
-# --- what some rows ask for ----------------------------------------------------------------------
+# --- lines of rows that take more than an expression ---------------------------------------------
 
 
 def _image_blocks(at: Subject) -> object:
-    """The line for more trained blocks than the image tower has, where its blocks are known."""
+    """Refuses more trained blocks than the image tower has, if that number is known."""
     number, blocks = at.options.lock.image_blocks, None
-    if isinstance(number, int) and number:  # else no tower has to be built and counted
+    if isinstance(number, int) and number:  # `num_blocks` may have to build a tower
         blocks = num_blocks(at.model)
     if not isinstance(number, int) or blocks is None or number <= blocks:
         return None
@@ -128,28 +134,30 @@ def _image_blocks(at: Subject) -> object:
 
 
 def _layers(at: Subject) -> object:
-    """The line for locks, adapters and the like that the layers of an image tower do not allow,
-    where its configuration is at hand: it is built without weights, and prepared as a training
-    would."""
+    """Refuses locks, adapters and other options that the layers of an image tower do not allow.
+
+    If its configuration is known, the tower is built without weights and prepared for training.
+    """
     from mclclip.models.loading import prepare_model  # seconds, for torch
     from mclclip.models.memory import load_shapes
 
     if num_blocks(at.model) is None:
         return None
 
-    def prepare() -> None:
+    arguments = at.options.model_arguments() | {"precision": "fp32"}
+    try:
         model = load_shapes(at.model.name, text=False)
-        arguments = at.options.model_arguments() | {"precision": "fp32"}
         prepare_model(model, **arguments, seed=at.config.seed)
         if at.options.engine.micro_batch is not None:
             gradient_cache.check(model)
-
-    return _refusal(prepare, f"{at.training}: ")
+    except ValueError as error:
+        return f"{at.training}: {error}"
+    return None
 
 
 def _patch_dropout(at: Subject) -> object:
-    """The line for patches that cannot be dropped: the tower is no vision transformer of
-    open_clip's own, or its first blocks are locked, which run as in evaluation."""
+    """Refuses to drop patches in a tower that is no vision transformer of open_clip's own, or whose
+    first blocks are locked, since these always see whole pictures."""
     share, vision = at.options.patch_dropout, architecture_of(at.model)[1]
     if not share or not vision:
         return None
@@ -170,8 +178,10 @@ def _patch_dropout(at: Subject) -> object:
 
 
 def _long_context(at: Subject, option: str) -> object:
-    """The line for a text tower of the model ``option`` that cannot be stretched, as far as its
-    configuration is at hand; the loader refuses others."""
+    """Refuses a text tower that cannot be stretched, if the configuration is known.
+
+    ``option`` is "model" or "trained_model". The loader of models refuses the others.
+    """
     model: ModelConfig | None = getattr(at.config, option)
     if model is None or not model.long_context or not (architecture := architecture_of(model)[0]):
         return None
@@ -181,7 +191,7 @@ def _long_context(at: Subject, option: str) -> object:
 
 
 def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
-    """The message of the ValueError that ``accept`` raises; '' where it raises none."""
+    """Returns the message of the ValueError that ``accept`` raises, after ``prefix``; else ""."""
     try:
         accept()
     except ValueError as error:
@@ -189,8 +199,8 @@ def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
     return ""
 
 
-def _texts_wanted(at: Subject) -> list[str]:
-    """Benchmarks that compare images with texts."""
+def _benchmarks_with_texts(at: Subject) -> list[str]:
+    """Returns the names of the benchmarks that compare images with texts."""
     suite = at.config.eval.suite
     return [name for name, benchmark in suite.items() if evaluator(benchmark.kind).reads_text]
 
@@ -202,7 +212,7 @@ def _reads_texts(model: ModelConfig) -> bool:
 
 
 def _width(model: ModelConfig) -> int:
-    """Width of the features that an objective gets of a model; reads no weights."""
+    """Returns the width of the features that an objective gets of a model; reads no weights."""
     from mclclip.models.loading import has_texts, model_config
     from mclclip.models.memory import load_shapes
 
@@ -215,11 +225,12 @@ def _width(model: ModelConfig) -> int:
 
 
 def _centroids(at: Subject) -> object:
-    """The line for centroids of another width than the features that are compared with them."""
-    given, trained = at.config.model, at.config.trained_model
+    """Refuses centroids as class centers of features of another width."""
+    clustered, trained = at.config.model, at.config.trained_model
     if trained is None or not at.options.objective.reads.centroids:
         return None
-    widths = _width(replace(given, projector=[])), _width(trained)  # embeddings lie before it
+    # Embeddings, of which centroids are means, lie before the projector.
+    widths = _width(replace(clustered, projector=[])), _width(trained)
     return widths[0] != widths[1] and (
         f"trained_model has features of {widths[1]} dimensions, and centroids of {widths[0]} "
         f"cannot start the class centers of {at.objective}: set {at.training}.objective.centers="
@@ -228,21 +239,21 @@ def _centroids(at: Subject) -> object:
 
 
 def _architectures(at: Subject) -> object:
-    """The line for stages that are to be joined with a base of another architecture."""
+    """Refuses to join stages with a base of another architecture."""
     from mclclip.models.loading import model_config
 
-    given, trained, export = at.config.model, at.config.trained_model, at.config.export
+    base, trained, export = at.config.model, at.config.trained_model, at.config.export
     if trained is None or not (export.concat or export.soup):
         return None
-    equal = model_config(given.name) == model_config(trained.name)
-    return not (equal and given.long_context == trained.long_context) and (
+    equal = model_config(base.name) == model_config(trained.name)
+    return not (equal and base.long_context == trained.long_context) and (
         "trained_model has another architecture than model, and only stages of one architecture "
         "can be joined: set export.concat=[] and export.soup=false"
     )
 
 
 def _global_batch(at: Subject) -> object:
-    """The line for a batch that the ranks do not divide, with numbers that do."""
+    """Refuses a batch that the ranks do not divide, and names numbers of ranks that do."""
     batch, ranks = at.options.global_batch, at.num_ranks
     fits = [n for n in range(1, min(max(2 * ranks, 128), batch) + 1) if batch % n == 0]
     return batch % ranks and (
@@ -252,7 +263,7 @@ def _global_batch(at: Subject) -> object:
 
 
 def _optimizer(at: Subject) -> object:
-    """The line for an optimizer that there is not, or that DeepSpeed does not run."""
+    """Refuses an optimizer that does not exist, or that DeepSpeed does not run."""
     from mclclip.models.optimizer import is_elementwise  # seconds, for torch
 
     if missing := _refusal(lambda: is_elementwise(at.options.optimizer), f"{at.training}."):
@@ -267,7 +278,7 @@ def _optimizer(at: Subject) -> object:
 
 
 def _metric(at: Subject) -> object:
-    """The line for a benchmark that a training is to be evaluated on and that is not there."""
+    """Refuses to evaluate a training on a benchmark that ``eval.suite`` does not have."""
     suite, how = at.config.eval.suite, at.options.evaluate
     lacking = [name for name in how.suite if name not in suite]
     names = how.suite or list(suite)
@@ -288,7 +299,7 @@ _ROWS = "image_rows.enabled=true"
 _WHOLE_TOWER = (
     "train.lock.image_blocks=0", "train.lock.image_norm=false", "train.lock.image_projection=false",
 )  # fmt: skip
-_HELD = "train.objective.reads.base"
+_READS_STAGE_0 = "train.objective.reads.base"
 _HOLDS = "the objective holds the model near stage 0, and"
 
 RULES: tuple[Rule, ...] = (
@@ -324,15 +335,15 @@ RULES: tuple[Rule, ...] = (
         and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
         "draws none: raise one")),
     Rule("TRAINING.objective.queue_size", lambda at: (
-        0 < (queued := at.options.objective.reads.queued) < at.options.global_batch
+        0 < (queued := at.options.objective.reads.queue_size) < at.options.global_batch
         and f"{at.training}.global_batch={at.options.global_batch} and {at.training}.objective."
         f"queue_size={queued}, which has to hold the keys of a batch: raise queue_size")),
     excludes("TRAINING.engine.zero_stage=3", "TRAINING.engine.name=deepspeed",
-             "TRAINING.objective.reads.weights=true",
+             "TRAINING.objective.reads.follows_weights=true",
              because="a momentum copy follows parameters, which are shared out at this stage: set "
              "engine.zero_stage to 1 or 2, or engine.name=fsdp"),
     excludes("TRAINING.engine.micro_batch", "TRAINING.precision=fp16",
-             "TRAINING.objective.reads.pixels=true",
+             "TRAINING.objective.reads.changes_pixels=true",
              because="the gradient of an adversary, which changes pixels, would be multiplied by "
              "the loss scale: set precision=bf16, or leave micro_batch out"),
     excludes("TRAINING.sentences", "TRAINING.objective.reads.captions=false",
@@ -342,15 +353,15 @@ RULES: tuple[Rule, ...] = (
              because="it draws other texts in every epoch, and text embeddings are stored once: "
              "set train.cached_text=false, which runs the text tower, or leave train.sentences "
              "out"),
-    # --- trainings that are held near stage 0
-    excludes(_HELD, "train.start!=base",
+    # --- objectives that hold the model near stage 0
+    excludes(_READS_STAGE_0, "train.start!=base",
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
-    excludes(_HELD, "model.projector",
+    excludes(_READS_STAGE_0, "model.projector",
              because=f"{_HOLDS} it stands between the encoder and the objective: leave it out"),
-    excludes(f"{_HELD}=images", "embed.feature=pooled",
+    excludes(f"{_READS_STAGE_0}=image_features", "embed.feature=pooled",
              because=f"{_HOLDS} these features are not those of training: set embed.feature="
              "projected, or exact: true in the objective"),
-    excludes(f"{_HELD}=texts", "train.sentences",
+    excludes(f"{_READS_STAGE_0}=text_features", "train.sentences",
              because=f"{_HOLDS} whole captions are stored, of which it trains on parts: leave it "
              "out, or set exact: true in the objective"),
     # --- the image tower
@@ -362,7 +373,7 @@ RULES: tuple[Rule, ...] = (
         and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
-    excludes(_ROWS, "train.objective.reads.views>1",
+    excludes(_ROWS, "train.objective.reads.num_views>1",
              because="all views of an image would be equal: take an objective of one view"),
     Rule("image_rows.enabled", lambda at: (
         at.config.image_rows.enabled
@@ -413,7 +424,7 @@ RULES: tuple[Rule, ...] = (
         f"export.concat={at.config.export.concat} do not have: set export.concat=[], or "
         "feature=projected")),
     Rule("eval.suite", lambda at: (
-        (names := _texts_wanted(at)) and not _reads_texts(at.config.model)
+        (names := _benchmarks_with_texts(at)) and not _reads_texts(at.config.model)
         and f"eval.suite.{names[0]} compares images with texts, and the model has no text tower: "
         "leave it out, or take a CLIP model"), "run"),
     Rule("TRAINING.evaluate", _metric),
@@ -449,8 +460,9 @@ def check(
 ) -> None:
     """Raises ValueError for the first broken rule, with the lines of the others as its notes.
 
-    ``num_ranks`` and ``run`` check the rows that need the number of ranks, or are for a whole run,
-    too, once all that needs less is kept; ``training`` only those of one of the trainings.
+    Rules on options alone are checked first. If all are kept, those on the number of ranks are
+    checked if ``num_ranks`` is given, and then those on a whole run if ``run`` is set. ``training``
+    checks the rules of this training ("base" or "train") alone.
     """
     phases: dict[Needs, object] = {"options": True, "ranks": num_ranks, "run": run}
     for needs in [needs for needs, is_known in phases.items() if is_known]:

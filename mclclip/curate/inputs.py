@@ -23,7 +23,7 @@ from mclclip.data.arrays import open_given_npy
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run import runlog
-from mclclip.run.artifacts import Manifest, RunPaths, is_finished, read_manifest, run_above
+from mclclip.run.artifacts import Manifest, RunPaths, find_run_dir, is_finished, read_manifest
 from mclclip.run.opened import Run
 from mclclip.util import files
 from mclclip.util.options import prefix_errors, split_named_path
@@ -167,7 +167,7 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
         manifest = read_manifest(path, "embeddings")
         _check_encoder(path, manifest, images)
         # If the folder lies in a run, the index of that run has the keys.
-        above = run_above(path)
+        above = find_run_dir(path)
         beside = None if above is None else RunPaths(above).index
         index = SampleIndex.open(beside) if beside and is_finished(beside) else None
         if index is not None and index.digest != manifest.inputs.get("index"):

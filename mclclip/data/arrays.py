@@ -1,7 +1,7 @@
-"""Arrays on disk: saved whole or part by part, memory-mapped for reading, and cut into row blocks.
+"""Writes arrays to disk, whole or part by part, maps them for reading, and cuts them into blocks.
 
-They are not written through a mapping, because a full disk would then be a signal (SIGBUS) and no
-error.
+They are not written through a mapping, because a full disk would then raise a signal (SIGBUS)
+instead of an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mclclip.util.files import message_of, whole_file
 Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
 ROWS_PER_BLOCK = 4096
-# What numpy raises for a header that it cannot parse.
+# The errors that numpy raises for a header that it cannot parse.
 _UNREADABLE = (
     ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError,
     zipfile.BadZipFile,
@@ -30,10 +30,10 @@ _UNREADABLE = (
 
 
 def open_npy(path: Path, verb: str) -> np.memmap[Any, np.dtype[Any]]:
-    """An array that ``verb`` wrote, memory-mapped.
+    """Opens an array of our own, memory-mapped; ``verb`` wrote it, such as 'cluster'.
 
-    Raises FileNotFoundError where there is none, RuntimeError where it is damaged, and the system's
-    own OSError, which names the file, where it cannot be opened.
+    Raises FileNotFoundError if there is none, RuntimeError if it is damaged, and the system's
+    OSError if it may not be opened.
     """
     again = f"run 'mclclip {verb} --force' to make it again"
     try:
@@ -41,16 +41,16 @@ def open_npy(path: Path, verb: str) -> np.memmap[Any, np.dtype[Any]]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no {path}: {again}") from error
     except (OSError, *_UNREADABLE) as error:
-        if isinstance(error, OSError) and error.errno:  # such as a permission that is missing
+        if isinstance(error, OSError) and error.errno:  # such as a missing permission
             raise
         raise RuntimeError(f"{path} is damaged ({message_of(error)}): {again}") from error
     return array
 
 
 def open_given_npy(path: Path, what: str) -> np.ndarray:
-    """An array of a file that the user names, memory-mapped; ``what`` it should hold, in messages.
+    """Opens an array of the user, memory-mapped. ``what`` says what it should hold, as 'numbers'.
 
-    Raises FileNotFoundError where there is none, ValueError, one line, for a file of another kind.
+    Raises FileNotFoundError if there is none, and ValueError for a file of another kind.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -83,10 +83,9 @@ def npy_header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
 def write_npy_parts(
     path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike
 ) -> Iterator[Callable[[npt.ArrayLike], None]]:
-    """Yields a function that appends rows, in order, to the file of an array of ``shape``.
+    """Yields a function that appends rows to the file of an array of ``shape``.
 
-    The file appears, complete and fsynced, when the block ends without an error. Raises ValueError
-    for more or fewer numbers than ``shape`` says.
+    The file appears, complete and fsynced, when the block ends without an error.
     """
     kind, missing = np.dtype(dtype), int(np.prod(shape))
     with whole_file(path) as file:
@@ -99,14 +98,11 @@ def write_npy_parts(
             file.write(part.data)
 
         yield append
-        if missing:
-            raise ValueError(
-                f"{path} got {int(np.prod(shape)) - missing:,} numbers, wanted shape {shape}"
-            )
+        assert not missing, f"{path}: {missing} numbers are missing of the shape {shape}"
 
 
 def cut_blocks(arrays: Sequence[Floats], rows_per_block: int = ROWS_PER_BLOCK) -> list[Floats]:
-    """Views of at most ``rows_per_block`` rows, in order, never across two arrays."""
+    """Cuts arrays into views of at most ``rows_per_block`` rows; none spans two arrays."""
     return [
         array[first : first + rows_per_block]
         for array in arrays

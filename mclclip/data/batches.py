@@ -3,20 +3,19 @@
 Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
 worker or a resumed process computes the same sample in the same column as a single process does.
 
-How samples that cannot be used are replaced. Let sample x, in column p of the global batch, be
-undecodable, and let positions count along ``GroupedIndex.sample_ids`` (sorted by label). Candidates
-for column p are the samples at positions q with q = p modulo global_batch. They are tried group by
-group: first x's own leaf group, then the groups that share a shorter and shorter prefix of its
-label, at last the whole index. Within a group the search starts at an offset hashed from (seed,
-epoch, x), goes upwards and wraps around at the group's end. It skips samples that the plan put into
-this global batch, known bad samples and undecodable ones. The first sample left takes the column,
-with its own label truncated at the step's prefix length.
+This is how samples that cannot be used are replaced. Let sample x, in column p of the global batch,
+be undecodable, and let positions count along ``GroupedIndex.sample_ids`` (sorted by label). Only
+the samples at positions q = p modulo global_batch may replace it. They are tried group by group:
+first the group of x, then all groups whose labels share a prefix with that of x, with ever shorter
+prefixes, and at last the whole index. Within a group the search starts at an offset hashed from
+(seed, epoch, x), goes upwards and wraps around at the group's end. It skips samples that the plan
+put into this global batch, known bad samples and undecodable ones. The first sample that remains
+takes the column, with its own label truncated at the step's prefix length.
 
-Two columns never share a candidate, so replacements cannot collide with each other, on whichever
-ranks and in whichever order they are made, without any communication. Since planned samples are
-skipped, a global batch that has no sample twice stays so. A known bad sample is skipped with the
-same result as one that fails to decode, so a resumed run, which knows more of them, makes the same
-batches.
+Two columns never share a candidate. So replacements cannot collide, on whichever ranks and in
+whichever order they are made, and ranks need not communicate. Since planned samples are skipped, a
+global batch without repeated samples stays one. A known bad sample is skipped with the same result
+as one that fails to decode, so a resumed run, which knows more of them, makes the same batches.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from mclclip.data.bytes import BadSample, RawSample
 from mclclip.data.epoch_plan import EpochPlan
@@ -45,14 +44,14 @@ from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
 Ids = Integers | Sequence[int]
-# Purposes of the randomness, part of its key.
+# Each kind of random draw has its own number in the key, so that draws are independent.
 _AUGMENTATION, _CAPTION, _REPLACEMENT, _EXTRAS, _SENTENCES = (
     int.from_bytes(word, "big")
     for word in (b"augment", b"caption", b"replace", b"extras", b"sentence")
 )
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
-_FEW_BYTES = 2**18  # a pipe passes on so many sooner than a shared memory is made
+_FEW_BYTES = 2**18  # up to here, a pipe is faster than making a shared memory
 
 
 @dataclass
@@ -60,24 +59,24 @@ class Batch:
     """One rank's columns of one global batch; b = global_batch / world_size.
 
     views          one or more [b, C, H, W]: the images, transformed once for each view; float32
-                   and normalised, or uint8 from a transform that leaves this to the device; or
-                   [b, ...], rows that stand for images, float16 or float32
-    text           int64 [b, context], or None (captions are not read, or text_features instead)
+                   and normalised, or uint8 if the device is to normalise them. Where rows on disk
+                   stand for images, [b, ...], float16 or float32
+    text           tokens int64 [b, context]; None: captions are not read, or have text_features
     text_features  float32 [b, D] text embeddings from disk, or None
-    labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
-                   mask compares
-    classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None;
+    group_ids      int64 [b, 1], the pseudo label of each sample, truncated at the step's prefix
+                   length; the mask of Eq. 3 keeps pairs whose group ids are equal
+    classes        int64 [b, l], the classes of which a sample is a positive (-1: none), or None;
                    always in main memory, where objectives sort and count them
     sample_id      int64 [b]
     step           step of the stage, counted over all its epochs
     prefix_length  number of leading stages whose cluster labels are compared (`PlannedBatch`)
     group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
-    replaced       {sample_id that could not be used in this rank's columns: reason}
-    extras         further tensors [b, ...] by name, which the objective has asked for
+    replaced       {id of a sample of this rank that could not be used: reason}
+    extras         more tensors [b, ...] by name, which the objective reads (`samples.Extra`)
     """
 
     views: list[Tensor]
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     step: int
     group_size: int
@@ -91,61 +90,67 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sample_id)
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """The batch of this rank's samples [start, stop)."""
+    def slice(self, start: int, stop: int) -> Batch:
+        """Returns the batch of its samples [start, stop)."""
         return self._each_tensor(lambda tensor: tensor[start:stop])
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; DataLoader(pin_memory=True) calls this."""
+        """Copies the batch to page-locked memory; DataLoader(pin_memory=True) calls this."""
         return self._each_tensor(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on ``device``, but for ``classes``; the host does not wait for what comes
-        from pinned memory. For batches of main memory: others would not be there yet."""
-        kept = self.classes
+        """Copies the batch from main memory to ``device``, except ``classes``, which stay.
+
+        The copies run in the background if the batch is pinned; work on the device waits for them.
+        """
+        classes = self.classes
         return self._each_tensor(
-            lambda tensor: tensor if tensor is kept else tensor.to(device, non_blocking=True)
+            lambda tensor: tensor if tensor is classes else tensor.to(device, non_blocking=True)
         )
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the batch, each view among them."""
-        own = (v for v in vars(self).values() if isinstance(v, Tensor))
-        return [*self.views, *own, *self.extras.values()]
+        """Returns every tensor of the batch, including the views and the extras."""
+        fields = (v for v in vars(self).values() if isinstance(v, Tensor))
+        return [*self.views, *fields, *self.extras.values()]
 
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        own: dict[str, Any] = {n: change(v) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        fields: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         extras = {name: change(tensor) for name, tensor in self.extras.items()}
-        return replace(self, **own, views=[change(view) for view in self.views], extras=extras)
+        return replace(self, **fields, views=[change(view) for view in self.views], extras=extras)
 
 
-def _reduced(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
-    """A batch as a loader's worker sends it: tensors of few bytes as arrays."""
-    state = {name: _sent(value) for name, value in vars(batch).items()}
-    state["extras"] = {name: _sent(tensor) for name, tensor in batch.extras.items()}
-    return _received, (state,)
+def _reduce_batch(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
+    """Pickles a batch of a loader's worker, with small tensors as arrays."""
+    state = {name: _small_as_array(value) for name, value in vars(batch).items()}
+    state["extras"] = {name: _small_as_array(tensor) for name, tensor in batch.extras.items()}
+    return _rebuild_batch, (state,)
 
 
-def _sent(value: Any) -> Any:
+def _small_as_array(value: Any) -> Any:
     if isinstance(value, Tensor) and value.nbytes <= _FEW_BYTES:
         return value if value.is_shared() else value.numpy()  # type: ignore[no-untyped-call]
     return value
 
 
-def _received(state: dict[str, Any]) -> Batch:
+def _rebuild_batch(state: dict[str, Any]) -> Batch:
     for values in (state, state["extras"]):
         values |= {n: torch.from_numpy(v) for n, v in values.items() if isinstance(v, np.ndarray)}
     return Batch(**state)
 
 
-# How processes send a batch to each other: tensors of few bytes go with the message, since each
-# shared memory costs the two processes 0.4 ms, and the views and large ones in shared memory.
-ForkingPickler.register(Batch, _reduced)
+# Workers send large tensors, such as the views, in shared memory, and small ones within the
+# message, since each piece of shared memory costs the two processes 0.4 ms.
+ForkingPickler.register(Batch, _reduce_batch)
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restores the global CPU generators (torch, random, numpy) after the block. That takes 80 us,
-    most of it numpy's, so it is done once for many samples."""
+    """Restores the global CPU generators (torch, random, numpy) after the block.
+
+    That takes 80 us, most of it for numpy's, so it is done once for many samples.
+    """
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -156,9 +161,11 @@ def preserve_rng() -> Iterator[None]:
 
 
 def seed_generators(key: int, only_torch: bool = False) -> None:
-    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64; of these torch's alone where
-    ``only_torch``, since the others take 30 us. torchvision draws from torch's, timm's transforms
-    from all. Inside of ``preserve_rng``, which restores them."""
+    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64; call it within `preserve_rng`.
+
+    ``only_torch`` leaves out Python's and numpy's, which takes 30 us less. torchvision draws from
+    torch's generator, timm's transforms from all three.
+    """
     torch.default_generator.manual_seed(key)
     if not only_torch:
         random.seed(key)
@@ -166,27 +173,26 @@ def seed_generators(key: int, only_torch: bool = False) -> None:
 
 
 class TrainingBatches(Dataset[Batch]):
-    """Map-style data set over the steps of a stage: ``batches[step]`` is this rank's `Batch`.
+    """A data set over the steps of a stage: ``batches[step]`` is this rank's `Batch`.
 
     Read it as ``DataLoader(batches, batch_size=None, sampler=range(start, total))`` with any
-    ``num_workers``; step = epoch * steps_per_epoch + step within the epoch, without an end.
-    A resumed run uses another ``start``; with another world size a rank takes another slice of the
-    same global batches.
+    ``num_workers``. Steps count over all epochs, without an end: step = epoch * steps_per_epoch +
+    step within the epoch. A resumed run begins at another ``start``. With another world size a rank
+    takes another part of the same global batches.
 
-    dataset       the samples; its transform is that of training. One with ``draw`` and ``finish``
-                  (`models.transforms.SimCLRTransform`) makes the views of a batch together
+    dataset       reads the samples; its transform makes the views
     plan          the plan of any epoch of the stage; its seed and stage also key augmentation and
                   captions
     num_views     how many times each image is transformed, each time with other random draws
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
     class_labels  gives the classes of samples; None: batches have no classes
     bad_ids       samples known to be unusable: never tried as a replacement
-    sentences     which sentences of a caption are read in its place; None: the whole caption
+    sentences     how sentences of a caption are drawn; None: the whole caption is read
 
-    A sample's augmentation is keyed by (seed, stage, epoch, sample_id), and in views after the
-    first also by the number of the view; the choices of its caption, which all views share, and of
-    sentences in it are keyed by the same four. Where samples have weights, all are keyed by the
-    sample's occurrence in the epoch too.
+    All random draws of a sample are keyed by (seed, stage, epoch, sample_id): its augmentation
+    (views after the first also by the number of the view), the choice of its caption, which all
+    views share, and that of sentences. Where samples have weights, an epoch may draw a sample
+    several times, and the number of the draw (its occurrence) is in the keys too.
     The head of this module says how undecodable samples are replaced. Where captions are read, a
     sample without one counts as undecodable.
     """
@@ -208,49 +214,47 @@ class TrainingBatches(Dataset[Batch]):
         self.num_views, self.rank, self._class_labels = num_views, rank, class_labels
         self.local_batch = self.global_batch // world_size
         self.steps_per_epoch = plan.steps_per_epoch
-        # A tokenizer of open_clip's with a ``reduction_mask`` draws words from Python's generator.
+        # A tokenizer of open_clip with a ``reduction_mask`` draws words from Python's generator.
         masks = getattr(dataset.tokenizer, "reduction_fn", None) is not None
-        transform = dataset.transform if dataset.image_rows is None else None
-        self._only_torch = bool(getattr(transform, "draws_from_torch_alone", False)) and not masks
-        self._draw = getattr(transform, "draw", transform)
-        # In a loader's worker the result of default_collate lies in shared memory from the start.
-        self._finish = getattr(transform, "finish", default_collate)
+        self._only_torch = dataset.transform.draws_from_torch_alone and not masks
         self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; only the last one is kept in memory."""
+        """Returns the plan of an epoch, and keeps it in memory for further calls."""
         if epoch != self._plan.epoch:
             self._plan = self._plan.of_epoch(epoch)
         return self._plan
 
     def __getitem__(self, step: int) -> Batch:
-        """This rank's batch of a global step of the stage. Raises RuntimeError where a sample
-        cannot be replaced."""
+        """Makes this rank's batch of a step of the stage.
+
+        Raises RuntimeError if a bad sample cannot be replaced.
+        """
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         planned = self.plan(epoch).batch(epoch_step)
         in_batch = frozenset(planned.ids.tolist())
         first = self.rank * self.local_batch
         mine = slice(first, first + self.local_batch)
-        labels = planned.labels[mine].copy()
+        group_ids = planned.group_ids[mine].copy()
         samples: list[Sample] = []
         replaced: dict[int, str] = {}
         raws = self.dataset.read_many(planned.ids[mine])
-        self._start_next(step, mine)
+        self._start_reading_next(step, mine)
         occurrence = None if planned.occurrence is None else planned.occurrence[mine]
         for row, sample in enumerate(self._decoded(raws, planned.ids[mine], epoch, occurrence)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
-                own = int(planned.positions[first + row])
-                positions = self._candidates(sample.sample_id, own, first + row, epoch)
+                place = int(planned.positions[first + row])
+                positions = self._candidates(sample.sample_id, place, first + row, epoch)
                 of_row = None if occurrence is None else occurrence[row : row + 1]
                 sample, position = self._replacement(sample, positions, in_batch, epoch, of_row)
-                labels[row] = self._label_at(position, planned.prefix_length)
+                group_ids[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
-        classes = self._class_labels
+        classes, finish = self._class_labels, self.dataset.transform.finish
         return Batch(
-            views=[self._finish([*view]) for view in zip(*(s.views for s in samples), strict=True)],
-            labels=torch.from_numpy(labels[:, None]),
+            views=[finish(view) for view in zip(*(s.views for s in samples), strict=True)],
+            group_ids=torch.from_numpy(group_ids[:, None]),
             classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
             step=step,
@@ -265,33 +269,38 @@ class TrainingBatches(Dataset[Batch]):
     def caption_numbers(
         self, sample_ids: Ids, epoch: int, occurrence: Integers | None = None
     ) -> Integers:
-        """Numbers of the captions that an epoch draws of the samples: int64 [n], keyed by (seed,
-        stage, epoch, sample_id), and by the occurrence of the sample where samples have weights."""
+        """Draws the number of a caption for each sample: int64 [n].
+
+        ``occurrence`` int64 [n] tells repeated draws of a sample apart, where samples have weights.
+        """
         keys = self._keys(_CAPTION, epoch, sample_ids, occurrence)
-        return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
+        return self.dataset.index.draw_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
     def sentence_draws(
         self, sample_ids: Ids, epoch: int, occurrence: Integers | None
     ) -> list[Callable[[str], str] | None]:
-        """Of each sample what draws sentences of its caption, keyed as ``caption_numbers``; None
-        where the caption stays whole."""
+        """Returns for each sample the function that draws sentences of its caption, or None.
+
+        None means that captions stay whole. The draws are keyed as those of ``caption_numbers``.
+        """
         if self._sentences is None:
             return [None] * len(sample_ids)
         keys = self._keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
         return [partial(draw_sentences, key=key, options=self._sentences) for key in keys]
 
     def _keys(
-        self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers | None
+        self, purpose: int, epoch: int, sample_ids: Ids, *words: int | Integers | None
     ) -> npt.NDArray[np.uint64]:
-        more = [word for word in further if word is not None]
+        """Returns the key of a draw for each sample; ``words`` enter it too, unless None."""
+        more = [word for word in words if word is not None]
         ids = np.asarray(sample_ids, dtype=np.int64)
-        words = mix(self._plan.seed, self._plan.stage, epoch, purpose, ids, *more)
-        return np.asarray(words, dtype=np.uint64)
+        keys = mix(self._plan.seed, self._plan.stage, epoch, purpose, ids, *more)
+        return np.asarray(keys, dtype=np.uint64)
 
-    def _start_next(self, step: int, mine: slice) -> None:
-        """Begins to read this process' next batch, so that a store answers while this is decoded.
+    def _start_reading_next(self, step: int, mine: slice) -> None:
+        """Begins to read this process's next batch from urls, while the present one is decoded.
 
-        A loader gives its workers steps in turn, so that the next one is num_workers later. At the
+        A loader gives its workers steps in turn, so that the next step is num_workers later. At the
         end of a training that batch is read in vain.
         """
         if self.dataset.bytes.reader.urls:
@@ -309,25 +318,25 @@ class TrainingBatches(Dataset[Batch]):
         epoch: int,
         occurrence: Integers | None,
     ) -> list[Sample | BadSample]:
-        """The samples, augmented and with a caption; the result does not depend on the others."""
+        """Decodes and augments samples. A sample does not depend on the others in the call."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         draws = [0] * len(raws)
         if self.dataset.extras:
             draws = self._keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
         parts, keys = self.sentence_draws(sample_ids, epoch, occurrence), []
         for view in range(self.num_views):  # without occurrences the first view has no number
-            further = ([view] if view else []) if occurrence is None else [view, occurrence]
-            keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further).tolist())
-        views = [[partial(self._view, key) for key in own] for own in zip(*keys, strict=True)]
+            words = ([view] if view else []) if occurrence is None else [view, occurrence]
+            keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *words).tolist())
+        views = [[partial(self._view, k) for k in of_one] for of_one in zip(*keys, strict=True)]
         with preserve_rng():
             return [
-                self.dataset.decoded(*of_sample)
+                self.dataset.decode(*of_sample)
                 for of_sample in zip(raws, numbers, views, parts, draws, strict=True)
             ]
 
     def _view(self, key: int, image: Any) -> Any:
         seed_generators(key, self._only_torch)
-        return image if self._draw is None else self._draw(image)
+        return self.dataset.transform.draw(image)
 
     def _replacement(
         self,
@@ -352,13 +361,15 @@ class TrainingBatches(Dataset[Batch]):
             "lower the global batch, or take the sample out of the data"
         )
 
-    def _candidates(self, sample_id: int, own: int, column: int, epoch: int) -> Iterator[int]:
-        """Yields the positions congruent to the column, those of the groups nearest to the bad
-        sample's ``own`` position first, each at most once."""
+    def _candidates(self, sample_id: int, place: int, column: int, epoch: int) -> Iterator[int]:
+        """Yields each position that is congruent to the column once, nearest groups first.
+
+        ``place`` is the position of the bad sample ``sample_id`` in the grouped index.
+        """
         key = int(mix(self._plan.seed, epoch, _REPLACEMENT, sample_id))
         tried = range(0)
         for length in range(len(self.grouped.radices), -1, -1):
-            start, stop = self.grouped.group_range(self._label_at(own, length), length)
+            start, stop = self.grouped.group_range(self._label_at(place, length), length)
             positions = range(start + (column - start) % self.global_batch, stop, self.global_batch)
             for number in range(len(positions)):
                 position = positions[(key + number) % len(positions)]

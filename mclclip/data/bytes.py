@@ -1,7 +1,7 @@
-"""Reads the members of samples as they are stored, wherever they lie, and the captions in them.
+"""Reads the stored bytes of samples from files and urls, and parses the captions in them.
 
-If a sample's bytes are not those that were indexed or copied, the result is a `BadSample`; other
-faults (a missing shard, an I/O error) are raised, since they say nothing about the sample.
+If a sample's bytes are not those that were indexed or copied, the result is a `BadSample`. Other
+faults (a missing shard, an I/O error) raise, since they say nothing about the sample.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from mclclip.util.files import printable
 
 Integers = npt.NDArray[np.int64]
 BOTH = (PICTURE, CAPTION)
-_MOST_NAMED = 8  # files of a batch
-_AT_ONCE = 4096  # captions that are asked for together
+_MOST_NAMED = 8  # files of a batch that a message names
+_AT_ONCE = 4096  # samples whose captions are read together
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
-    ``no_caption``; ``truncated`` or ``changed``, where its bytes are not those that were indexed;
-    ``damaged_copy``, where they are not those that ``relocate`` copied; ``unfit``, where the model
-    does not take such an image; ``no_row``, where rows stand for images and it has none; or
-    ``excluded``, where ``data.exclude`` lists it. ``detail`` says how it is unfit."""
+    """A sample that cannot be used. ``reason`` is a reason of `decode.DecodeError` or one of these:
+
+    no_caption           it has no caption
+    truncated, changed   its bytes are not those that were indexed
+    damaged_copy         its bytes are not those that ``relocate`` copied
+    unsuitable           the model does not take such an image; ``detail`` says why
+    no_row               stored rows are read instead of images, and it has none
+    excluded             ``data.exclude`` lists it
+    """
 
     sample_id: int
     reason: str
@@ -42,8 +46,10 @@ class BadSample:
 
 @dataclass(frozen=True)
 class RawSample:
-    """The undecoded members of a sample, each empty where it is not read; ``text`` is the .txt or
-    .json member, empty where there is none."""
+    """The stored bytes of a sample: its image, and its .txt or .json member.
+
+    A member is empty if it is not read, or if the sample has none.
+    """
 
     sample_id: int
     image: bytes
@@ -51,11 +57,12 @@ class RawSample:
 
 
 class Bytes:
-    """Reads the members of samples: of files, or of urls.
+    """Reads the stored bytes of samples from files or urls.
 
-    Every member is compared with its checksum in ``locations`` (default: those of the index) if
-    that has one: the index has those of captions, and of images with ``data.verify=full``; copies
-    have both. Raises ValueError where images are to be compared and the index has no checksums.
+    ``locations`` say where they lie (None: in the shards of the index). If they have a checksum of
+    a member, it is compared. The index has checksums of captions, and with ``data.verify=full`` of
+    images; copies of ``relocate`` have both. Raises ValueError for ``data.verify=full`` if the
+    index has no checksums of images.
     """
 
     def __init__(
@@ -73,9 +80,9 @@ class Bytes:
     def read(
         self, sample_ids: Sequence[int] | Integers, members: Sequence[int] = BOTH
     ) -> list[RawSample | BadSample]:
-        """The ``members`` of samples, in the order asked, read in the order in which they lie.
+        """Reads the ``members`` of samples; returns them in the order of ``sample_ids``.
 
-        Raises IndexError for a sample_id outside the index.
+        They are read in the order in which they lie. Raises IndexError for an id outside the index.
         """
         ids = self.index.checked(sample_ids)
         places = self.locations.of(ids)[:, list(members)].tolist()
@@ -85,9 +92,9 @@ class Bytes:
         return [read[k] for k in range(len(ids))]
 
     def start(self, sample_ids: Sequence[int] | Integers, members: Sequence[int] = BOTH) -> None:
-        """Begins to read what a later ``read`` will be asked for, where it lies behind urls.
+        """Begins to read samples from urls, for a later ``read`` of the same arguments.
 
-        What was begun before and not used is given up. Raises IndexError as that does.
+        An earlier start whose result was not read is cancelled.
         """
         places = self.locations.of(self.index.checked(sample_ids))[:, list(members)].tolist()
         self.reader.start_prefetch(_ranges(places))
@@ -106,22 +113,22 @@ class Bytes:
         return RawSample(sample_id, *both)
 
     def captions_in(self, raw: RawSample) -> list[str]:
-        """The captions in the member with captions; none where it is not read."""
+        """Parses the captions of a sample; none if its text was not read."""
         shard = self.index.shards[int(self.index.shard_of[raw.sample_id])]
         try:
             return parse_captions(raw.text, shard.captions)
         except ValueError:
-            return []  # it parsed when it was indexed; callers handle the missing captions
+            return []  # the index says how many captions there should be; callers compare
 
     def captions_of(self, sample_ids: Sequence[int]) -> list[list[str]]:
-        """All captions of each sample, as ``texts_of``."""
+        """Reads all captions of each sample; raises the errors of ``texts_of``."""
         return [captions for _, captions in self.texts_of(sample_ids)]
 
     def texts_of(self, sample_ids: Sequence[int]) -> list[tuple[RawSample, list[str]]]:
-        """Each sample without its image, and all its captions; none for one without captions.
+        """Reads each sample without its image, and all its captions.
 
-        Raises IndexError for a sample_id outside the index, and RuntimeError where a shard does not
-        hold what was indexed.
+        Raises IndexError for an id outside the index, and RuntimeError if a sample's captions are
+        not those that were indexed.
         """
         texts: list[tuple[RawSample, list[str]]] = []
         for start in range(0, len(sample_ids), _AT_ONCE):
@@ -140,7 +147,10 @@ class Bytes:
         return texts
 
     def describe(self, name: str, sample_ids: Sequence[int] | Integers) -> tuple[str, list[str]]:
-        """``name`` with the files that samples are read from, and the samples' keys."""
+        """Describes a batch for messages: ``name`` with the files of its samples, and their keys.
+
+        An example is ('step 17 from /data/00001.tar, /data/00007.tar', ['web/0001', ...]).
+        """
         ids = self.index.checked(sample_ids)
         numbers = sorted({*self.locations.of(ids)[:, PICTURE, 0].tolist()})
         paths = [printable(self.locations.files[number].path) for number in numbers[:_MOST_NAMED]]
@@ -150,13 +160,15 @@ class Bytes:
 
 
 def _ranges(places: Iterable[Iterable[Sequence[int]]]) -> Iterator[Range]:
-    """The ranges of several samples, without empty ones."""
-    return ((file, at, size) for own in places for file, at, size, _ in own if size)
+    """Yields (file, offset, size) of all members of several samples, without empty ones."""
+    return ((file, at, size) for members in places for file, at, size, _ in members if size)
 
 
 def read_excluded(index: SampleIndex, path: str | None) -> frozenset[int]:
-    """Ids of the samples whose keys the file of ``data.exclude`` lists, one a line; none without a
-    file. Raises ValueError, one line, for an unknown key, and the errors of ``excluded_keys``."""
+    """Returns the ids of the samples that the file of ``data.exclude`` lists.
+
+    Raises ValueError for an unknown key, and the errors of ``excluded_keys``.
+    """
     keys = excluded_keys(path)
     try:
         return frozenset(index.ids_of(keys).tolist())
@@ -165,7 +177,7 @@ def read_excluded(index: SampleIndex, path: str | None) -> frozenset[int]:
 
 
 def excluded_keys(path: str | None) -> list[str]:
-    """The keys that the file of ``data.exclude`` lists; ValueError where it cannot be read."""
+    """Reads the keys in the file of ``data.exclude``; ValueError if it cannot be read."""
     if path is None:
         return []
     try:

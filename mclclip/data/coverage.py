@@ -1,4 +1,4 @@
-"""Counts and reports how much of the data a plan uses, before training begins (MCL, Eq. 4)."""
+"""Counts how much of the data a plan uses, and reports it before training begins (MCL, Eq. 4)."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ logger = logging.getLogger("mclclip")
 
 @dataclass(frozen=True)
 class Coverage:
-    """Counts of the data that a plan uses; known before training, equal for every epoch."""
+    """How much of the data a plan uses. The numbers are equal for every epoch."""
 
     policy: Policy
     global_batch: int
-    num_samples: int  # draws of an epoch where samples have weights
-    distinct: int | None  # samples of which these are draws; None without weights
+    num_samples: int  # where samples have weights: the number of draws of an epoch
+    distinct: int | None  # the number of samples that these draws are of; None without weights
     groups: dict[str, float]  # labels.size_statistics
     groups_below_batch: int
     share_below_batch: float  # of the samples
     label_space: int  # K^j, which Eq. 4 bounds by M / B: samples per global batch
     steps: int
-    scheduled: int  # distinct samples, or draws of weighted ones, per epoch
-    remainder: int  # of num_samples, those left out of an epoch; they change with the epoch
-    steps_by_prefix: dict[int, int]  # prefix length of the mask -> steps
-    mixed_steps: int  # steps of policy "mask" whose rows are of several groups
-    negatives: float  # other samples that a row is compared with, mean over the rows of an epoch
-    full_label_share: float  # of the steps, those whose rows are compared at the full label (Eq. 3)
-    repeated: int  # rows of an epoch beyond the distinct samples (policy "wrap")
-    bound: float  # Eq. 4: most labels for which every label can have a full batch, M / B
+    scheduled: int  # samples of an epoch, each counted once, or draws of weighted ones
+    remainder: int  # how many of num_samples an epoch leaves out; each epoch leaves out others
+    steps_by_prefix: dict[int, int]  # prefix length of the mask -> number of steps
+    mixed_steps: int  # number of steps of policy "mask" whose rows are of several groups
+    negatives: float  # number of samples that a row is compared with, mean over an epoch
+    full_label_share: float  # share of the steps that compare full labels (Eq. 3)
+    repeated: int  # rows of an epoch that repeat a sample (policy "wrap")
+    bound: float  # Eq. 4: M / B, the most labels of which each can fill a batch
     within_bound: bool
 
     def text(self) -> str:
-        """The report, several lines."""
+        """Returns the whole report, of several lines."""
         groups, percent = self.groups, 100 / max(self.num_samples, 1)
         prefixes = "".join(
             f", {100 * steps / max(self.steps, 1):.1f} % at prefix length {length}"
@@ -76,7 +76,7 @@ class Coverage:
 
 
 def coverage_report(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
-    """Counts what a plan uses. Raises ValueError for an unknown policy or a batch size below 1."""
+    """Counts how much of the data a plan uses."""
     levels = build_levels(grouped, global_batch, policy)
     sizes, scheduled = levels[0].sizes, num_scheduled(levels, global_batch, policy)
     small = sizes[sizes < global_batch]
@@ -107,7 +107,7 @@ def coverage_report(grouped: GroupSizes, global_batch: int, policy: Policy) -> C
 
 
 def _line(report: Coverage) -> str:
-    """The report in one line."""
+    """Returns the report in one line."""
     text = f"an epoch has {count_of(report.steps, 'step')}"
     if (num_groups := report.groups["num_groups"]) > 1:
         text += f" over {num_groups:,.0f} groups, {100 * report.full_label_share:.0f} % of them "
@@ -119,11 +119,11 @@ def _line(report: Coverage) -> str:
 
 
 def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
-    """Mean number of other samples that a row of an epoch is compared with.
+    """Returns the mean number of other samples that a row of an epoch is compared with.
 
-    These are all others in the batch, with two exceptions. In the mixed batches of "mask" they are
-    those of the row's own group (counted for groups pooled in the order of their labels, which an
-    epoch shuffles). In the batch of "wrap" of a group smaller than a batch, samples repeat.
+    These are all others in the batch, with two exceptions. In a mixed batch of "mask" only those of
+    the row's group count; here groups are joined in the order of their labels, while an epoch
+    shuffles them. If "wrap" fills a batch with a group smaller than it, samples repeat.
     """
     steps = sum(int(level.batches.sum()) for level in levels)
     if not steps:
@@ -142,11 +142,11 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
 
 
 def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
-    """Logs and returns the report, in one line and with --verbose whole; call it before training.
+    """Logs the report before training, in one line or with --verbose whole, and returns it.
 
-    With more labels than Eq. 4's bound (K^j > M / B) it raises ValueError under "drop" and "carry"
-    and warns under other policies. Within the bound it warns of groups that "drop" and "carry"
-    never use. Raises ValueError under any policy where an epoch has no step.
+    If there are more labels than Eq. 4 allows (K^j > M / B), it raises ValueError under "drop" and
+    "carry" and warns under other policies. Within the bound it warns of groups that "drop" and
+    "carry" never use. Raises ValueError under any policy if an epoch has no step.
     """
     report = coverage_report(grouped, global_batch, policy)
     require_steps(report.steps, grouped.sizes, global_batch, policy)

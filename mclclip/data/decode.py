@@ -1,27 +1,28 @@
-"""Decodes the bytes of an image member to pixels; no other code decodes foreign image data.
+"""Decodes the bytes of images to pixels; no other code decodes image data of strangers.
 
 A picture becomes RGB; an array (``.npy``) of any number of channels is not changed.
 
-Of a picture the first frame is decoded, 16-bit grey is scaled to 8 bits, a picture with transparent
-pixels is laid on white, the mode is converted with PIL's own ``convert("RGB")``, and the
-EXIF orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's
-transforms then give the same pixels as on the file opened by PIL. For others there are two
-differences: open_clip does not rotate pictures, and it resizes before it converts, which picks
-nearest neighbours in palette pictures and shows transparent pixels in the colour that is stored
-below them. PIL's global state is not changed.
+The first frame of a picture is decoded. Grey of 16 bits is scaled to 8, transparent pixels are laid
+on white, the mode is converted with PIL's ``convert("RGB")``, and the EXIF orientation is applied.
+For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's transforms then give the same
+pixels as for the file opened by PIL. For others they differ in two ways. open_clip does not rotate
+pictures. It resizes before it converts, which picks nearest neighbours in palette pictures and
+shows transparent pixels in their stored colour. PIL's global state is not changed.
 
-`decode_pixels` gives the same pixels as an array, faster for JPEGs.
+`decode_pixels` returns the same pixels as an array, and is faster for JPEGs.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -33,14 +34,14 @@ from mclclip.data.findings import LFS_POINTER
 logger = logging.getLogger("mclclip")
 
 MAX_IMAGE_PIXELS = 100_000_000
-"""Pixels (width x height) of an image at most, unless an option says otherwise."""
+"""Most pixels (width x height) of an image, unless an option says otherwise."""
 
-# Every scan of a JPEG costs a pass over all pixels, for ten bytes of the file. Encoders write up to
-# 14 scans (18 for CMYK), so that this bound lets all of them pass at any size. A smaller picture
-# may have more: one of 20 megapixels 100 scans.
+# Every scan of a JPEG costs a pass over all pixels, and takes only ten bytes in the file. Encoders
+# write up to 14 scans (18 for CMYK), which this bound allows at any size. A smaller picture may
+# have more: one of 20 megapixels may have 100.
 _MAX_SCANS_OF_LARGEST = 20
 
-# A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
+# No other format is read: for some PIL starts another program (for EPS: ghostscript).
 _SUFFIXES = {
     "JPEG": ("jpg", "jpeg", "jpe", "jfif"),
     "PNG": ("png",),
@@ -51,7 +52,7 @@ _SUFFIXES = {
     "AVIF": ("avif",),
     "JPEG2000": ("jp2", "j2k"),
 }
-_CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # that a build of Pillow may lack
+_CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # a build of Pillow may lack these
 _KNOWN_FEATURES = (*features.modules, *features.codecs)
 FORMATS = tuple(
     name
@@ -59,19 +60,25 @@ FORMATS = tuple(
     if feature is None or (feature in _KNOWN_FEATURES and features.check(feature))
 )
 IMAGE_EXTENSIONS = tuple(suffix for name in FORMATS for suffix in _SUFFIXES[name])
-"""Suffixes, without their dot and in lower case, of the pictures that every reader reads."""
+"""Suffixes of the pictures that are read, without their dot and in lower case."""
 
 PICTURE_SUFFIXES = (*(s for some in _SUFFIXES.values() for s in some), "heic", "heif")
-"""Suffixes of pictures, also of those that Pillow does not read here."""
+"""Suffixes of all pictures, including those that this build of Pillow cannot read."""
+
+
+def suffix_of(path: str | Path) -> str:
+    """Returns the suffix of a file name in lower case, without its dot."""
+    return os.path.splitext(path)[1].lower().removeprefix(".")
+
 
 Pixels = Literal["exact", "fast"]
-"""How training makes pixels of a picture: ``exact`` is open_clip's own transform of a PIL image,
-``fast`` is `decode_pixels` and `FastTransform` of `models.transforms`."""
+"""How training turns pictures into pixels: ``exact`` uses PIL and open_clip's transform, ``fast``
+uses `decode_pixels` and `models.transforms.FastTransform`."""
 
 _ARRAY_MAGIC = b"\x93NUMPY"
 _JPEG_MAGIC = b"\xff\xd8"
-# Markers that libjpeg acts on. It passes over the others without reading a length after them:
-# stuffed bytes, restarts, and reserved codes that it meets while it looks for a restart.
+# Markers that libjpeg reads. It skips the others, which have no length after them: stuffed bytes,
+# restarts, and reserved codes.
 _JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
 _END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
 _ORIENTATION_TAG = 0x0112
@@ -87,12 +94,14 @@ _ORIENTATIONS = {
 
 
 class DecodeError(ValueError):
-    """The bytes are no usable image.
+    """The bytes are no usable image; ``detail`` may say more. ``reason`` is one of these:
 
-    ``reason`` is one short word for counting: ``empty``, ``bomb`` (more pixels, or more passes over
-    them, than allowed), ``lfs_pointer``, ``unidentified`` (none of `FORMATS`), ``unsupported`` (a
-    pixel type without a defined range), ``truncated`` or ``broken``; ``detail`` says more where
-    there is more.
+    empty         there are no bytes
+    bomb          it has more pixels, or more passes over them, than allowed
+    lfs_pointer   it is a pointer of git-lfs
+    unidentified  it is none of `FORMATS`
+    unsupported   its type of pixels has no defined range
+    truncated, broken
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -105,26 +114,24 @@ class DecodeError(ValueError):
 
 
 def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
-    """Decode one image to 8-bit RGB, upright, detached from ``data``.
+    """Decodes a picture to upright 8-bit RGB; the same bytes always give the same result.
 
-    ``max_image_pixels`` bounds width x height and is checked from the header, before any pixel is
-    decoded. PIL's own limit stays in force beside it: twice ``PIL.Image.MAX_IMAGE_PIXELS``
-    (179 million pixels unless the program changed it) is a ``bomb`` too. Deterministic: the same
-    bytes give the same pixels or the same reason.
+    ``max_image_pixels`` bounds width x height, and is compared with the header before any pixel is
+    decoded. PIL's own limit also holds: a picture of more than twice ``PIL.Image.MAX_IMAGE_PIXELS``
+    (179 million pixels, unless the program changes it) is a ``bomb`` too.
 
-    Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it.
+    Raises `DecodeError` for everything that is wrong with the data, and nothing else.
     """
     with _opened(data, max_image_pixels) as image:
         return upright_rgb(image)
 
 
 def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
-    """The pixels of `decode_image` as an array uint8 [H, W, 3] that can be written to.
+    """Decodes a picture to the pixels of `decode_image`, a writable array uint8 [H, W, 3].
 
-    PIL reads the header, which decides about size, kind and orientation, as in `decode_image`. Grey
-    and RGB JPEGs that simplejpeg reads without a complaint are decoded by it, with the same
-    algorithm (never its faster and coarser ones); all others are decoded by PIL, which then also
-    says what is wrong with them. Raises as `decode_image` does.
+    simplejpeg decodes grey and RGB JPEGs that it reads without a complaint, with PIL's algorithm
+    (not its faster and coarser ones). PIL decodes all others, and reads the header, which decides
+    about size, kind and orientation. Raises as `decode_image` does.
     """
     with _opened(data, max_image_pixels) as image:
         pixels = decode_by_simplejpeg(data, image)
@@ -137,24 +144,24 @@ def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
 
 
 def decode_by_simplejpeg(data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | None:
-    """RGB pixels [H, W, 3] of a JPEG as they are stored; None where PIL has to decode it."""
+    """Decodes a JPEG to RGB [H, W, 3], not rotated; returns None if PIL has to decode it."""
     import simplejpeg  # type: ignore[import-untyped]  # late: options import this module
 
     if image.format != "JPEG" or image.mode not in ("RGB", "L"):
         return None
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        if (width, height) != image.size:  # nothing larger than what was checked is decoded
+        if (width, height) != image.size:  # only the size that PIL read was checked
             return None
-        found: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
+        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
             data, "RGB", fastdct=False, fastupsample=False, strict=True
         )
     except MemoryError:
         raise
-    except Exception as error:  # also what the library only warns of, and KeyError for odd headers
+    except Exception as error:  # also for its warnings, and KeyError for odd headers
         logger.debug("decoded by PIL: %s", error)
         return None
-    return found
+    return pixels
 
 
 def decode(
@@ -163,12 +170,12 @@ def decode(
     reads_arrays: bool,
     reads_pixels: bool = False,
 ) -> Image.Image | npt.NDArray[np.uint8]:
-    """An upright RGB picture, or an array uint8 [H, W, C], whichever the bytes hold.
+    """Decodes a picture to upright RGB, or a ``.npy`` file to an array uint8 [H, W, C].
 
-    ``reads_arrays``: whether the transform that comes next takes arrays of ``.npy`` files.
-    ``reads_pixels``: whether it takes pictures as the arrays [H, W, 3] of `decode_pixels`.
-    Raises as `decode_image` and `decode_array` do, and a plain ValueError for an array if the
-    transform does not take it.
+    reads_arrays  the transform that comes next takes arrays of ``.npy`` files
+    reads_pixels  it takes pictures as arrays [H, W, 3] of `decode_pixels`, not as PIL's
+
+    Raises `DecodeError`, and another ValueError for an array that the transform does not take.
     """
     if not is_array(data):
         how = decode_pixels if reads_pixels else decode_image
@@ -183,22 +190,20 @@ def decode(
 
 
 def as_picture(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[H, W, C] -> [H, W, 3]: of other channels the first three, or the first one in grey."""
+    """Makes [H, W, 3] of [H, W, C]: the first three channels, or the first one as grey."""
     return pixels[..., :3] if pixels.shape[2] >= 3 else pixels[..., [0, 0, 0]]
 
 
 def is_array(data: bytes) -> bool:
-    """Returns whether these bytes are a ``.npy`` file, by how they begin."""
+    """Returns True if the bytes begin as a ``.npy`` file."""
     return data.startswith(_ARRAY_MAGIC)
 
 
 def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
-    """Decode a ``.npy`` file of type uint8 and shape [H, W, C], C >= 1, to an array that owns its
-    memory.
+    """Decodes a ``.npy`` file to a new array uint8 [H, W, C], C >= 1.
 
-    Type and size are checked from the header (of numpy's versions 1 and 2) before any pixel is
-    read; nothing is ever unpickled. Raises as `decode_image` does; another type or number of
-    dimensions is ``unsupported``.
+    Type and size are checked in the header (of numpy's versions 1 and 2) before any pixel is read;
+    nothing is ever unpickled. Raises `DecodeError`, for another type or shape ``unsupported``.
     """
     with _quiet_warnings(), _as_decode_error():
         file = io.BytesIO(data)
@@ -214,17 +219,17 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
         if min(shape) < 1:
             raise DecodeError("broken", f"an array {list(shape)}")
         _check_pixels(shape[1], shape[0], max_image_pixels)
-        wanted, found = shape[0] * shape[1] * shape[2], len(data) - file.tell()
-        if found != wanted:
-            reason = "truncated" if found < wanted else "broken"
-            raise DecodeError(reason, f"{found} bytes of pixels, the header says {wanted}")
+        num_pixels, num_bytes = shape[0] * shape[1] * shape[2], len(data) - file.tell()
+        if num_bytes != num_pixels:
+            reason = "truncated" if num_bytes < num_pixels else "broken"
+            raise DecodeError(reason, f"{num_bytes} bytes of pixels, the header says {num_pixels}")
         flat = np.frombuffer(data, np.uint8, offset=file.tell())
         return flat.reshape(shape, order="F" if fortran else "C").copy()
 
 
 @contextmanager
 def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
-    """The picture with its header read and its size checked; what is wrong is a `DecodeError`."""
+    """Yields the picture after PIL has read its header and its size is checked."""
     if not data:
         raise DecodeError("empty", "zero bytes")
     if data.startswith(LFS_POINTER):
@@ -242,19 +247,19 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """A picture that PIL has opened as 8-bit RGB and upright, as the head of this file describes.
+    """Makes a picture that PIL has opened upright 8-bit RGB, as the head of this file describes.
 
-    Raises `DecodeError` for floating-point pixels, and what PIL raises for broken ones.
+    Raises `DecodeError` for floating-point pixels, and PIL's errors for broken ones.
     """
     image.load()
     return _upright(_to_rgb(image), _orientation(image))
 
 
 def peculiarity(data: bytes, max_image_pixels: int) -> str | None:
-    """``transparent`` for a picture with transparent pixels, ``narrow_range`` for one of 16 bits
-    whose values use less than a tenth of the range; None for others and for what is no picture.
+    """Returns a reason of `findings.REASONS` to look at a picture, or None.
 
-    Only pictures whose header allows either are decoded.
+    ``transparent``: it has transparent pixels. ``narrow_range``: it has 16 bits, and uses less than
+    a tenth of their range. Only pictures whose header allows either are decoded.
     """
     try:
         with _opened(data, max_image_pixels) as image:
@@ -271,7 +276,7 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _transparent(image: Image.Image) -> Image.Image | None:
-    """The picture as RGBA where some of its pixels are transparent, else None."""
+    """Returns the picture as RGBA if some of its pixels are transparent, else None."""
     if not image.has_transparency_data:
         return None
     layered = image.convert("RGBA")
@@ -285,7 +290,7 @@ def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:
 
 
 def _check_scans(jpeg: bytes, num_pixels: int, max_image_pixels: int) -> None:
-    """Refuses a JPEG whose scans together cover too many pixels, before any of them is decoded."""
+    """Raises `DecodeError` for a JPEG whose scans together cover too many pixels."""
     most = _MAX_SCANS_OF_LARGEST * max(max_image_pixels, MAX_IMAGE_PIXELS) // num_pixels
     for number, _ in enumerate(_scans(jpeg), start=1):
         if number > most:
@@ -293,26 +298,31 @@ def _check_scans(jpeg: bytes, num_pixels: int, max_image_pixels: int) -> None:
 
 
 def _scans(jpeg: bytes) -> Iterator[int]:
-    """Where the scans of a JPEG begin, by the rules of libjpeg; those of embedded thumbnails and
-    of further pictures in the same file are not its own."""
+    """Yields where the scans of a JPEG begin, by the rules of libjpeg.
+
+    Scans of embedded thumbnails and of more pictures in the same file do not count.
+    """
     at = len(_JPEG_MAGIC)
-    while (found := _JPEG_MARKER.search(jpeg, at)) is not None:
-        (marker,) = found[1]
+    while (match := _JPEG_MARKER.search(jpeg, at)) is not None:
+        (marker,) = match[1]
         if marker == _END_OF_IMAGE:
             return
         if marker == _START_OF_SCAN:
-            yield found.start()
-        # The length counts its own two bytes, and libjpeg reads them even where it says less.
-        at = found.end() + max(int.from_bytes(jpeg[found.end() : found.end() + 2], "big"), 2)
+            yield match.start()
+        # The length includes its own two bytes, and libjpeg reads them even if it says less.
+        at = match.end() + max(int.from_bytes(jpeg[match.end() : match.end() + 2], "big"), 2)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB. 16-bit grey keeps its high byte, as PIL does for 16-bit colour; transparent pixels
-    are laid on white, and opaque pictures are what ``convert("RGB")`` makes of them."""
+    """Converts a picture to 8-bit RGB.
+
+    Grey of 16 bits keeps its high byte, as PIL does for 16-bit colour; transparent pixels are laid
+    on white; PIL's ``convert("RGB")`` does the rest.
+    """
     if image.mode == "F":
         raise DecodeError("unsupported", "floating-point pixels have no defined range")
     if _has_16_bits(image):
-        # convert("RGB") would clip these at 255 or not, depending on the version of PIL
+        # Some versions of PIL would cut these values at 255 in convert("RGB").
         values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if (layered := _transparent(image)) is not None:
@@ -322,7 +332,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8; 1 where it is absent or the EXIF block cannot be parsed."""
+    """Returns the EXIF orientation 1..8; 1 if it is absent or the EXIF block cannot be parsed."""
     try:
         value = image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception as error:  # PIL lets parser errors of many kinds through
@@ -341,7 +351,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 @contextmanager
 def _as_decode_error() -> Iterator[None]:
-    """Turns every error of the decoder into a `DecodeError`, but for MemoryError."""
+    """Turns every error of the decoder into a `DecodeError`, except MemoryError."""
     try:
         yield
     except (DecodeError, MemoryError):
@@ -368,8 +378,8 @@ _saved_warnings: warnings.catch_warnings[None] | None = None
 def _quiet_warnings() -> Iterator[None]:
     """Ignores PIL's warnings about large, palette and damaged images, which are handled here.
 
-    They are ignored while at least one decode is running: `warnings.catch_warnings` alone is not
-    thread-safe, and two overlapping uses may turn warnings off for the rest of the program.
+    It counts the running decodes of all threads, since `warnings.catch_warnings` is not
+    thread-safe: two overlapping uses may turn warnings off for the rest of the program.
     """
     global _num_decoding, _saved_warnings
     with _lock:

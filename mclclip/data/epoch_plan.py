@@ -5,17 +5,18 @@ sample ids and their labels. It holds no sampler state, sees neither rank nor wo
 takes its columns of the batch), and its memory grows with groups and steps, never with samples.
 
 It schedules a tree. The leaves are the groups (full labels); above them are nodes for ever shorter
-prefixes of the label, and at the top the root, whose prefix is empty. A leaf of n samples makes
-floor(n / B) batches of its own, B being the global batch. The policy decides what happens to its
-leftovers:
+prefixes of the label, and at the top the root, whose prefix is empty. With B samples in a global
+batch, a leaf of n samples makes floor(n / B) batches of its own. The policy decides what happens to
+its leftovers:
 
-    drop      not used in this epoch (the authors' released sampler)
-    backoff   pooled by the parent, whose leftovers go to its parent, up to the root, which leaves
-              out fewer than B samples, other ones in every epoch
-    mask      pooled over all groups, unshuffled, so that batches hold long runs of one group
-    wrap      one more batch, filled up with earlier samples of the same group
-    carry     used first in the group's next epoch, so that over epochs all samples of a group come
-              equally often; groups with fewer than B samples are never used
+    drop      they are not used in this epoch (as in the authors' released sampler)
+    backoff   the parent node makes batches of its children's leftovers, and passes its own on to
+              its parent; the root leaves out fewer than B samples, other ones in every epoch
+    mask      all groups' leftovers are joined, unshuffled, so that batches hold long runs of one
+              group
+    wrap      they make one more batch, filled up with earlier samples of the same group
+    carry     the group's next epoch uses them first, so that over epochs all samples of a group
+              come equally often; groups with fewer than B samples are never used
 """
 
 from __future__ import annotations
@@ -32,27 +33,30 @@ from mclclip.data.options import Order, Policy
 from mclclip.util.randomness import mix, permute
 
 ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
-# Purposes of the randomness, part of its key.
+# Each kind of random draw has its own number in the key, so that draws are independent.
 _SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW, _TURN = 1, 2, 3, 4, 5
 
-_FEWEST_BLOCKS = 8  # that a group is cut into, or smaller ones
+_FEWEST_BLOCKS = 8  # of a group; blocks of small groups are smaller
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """All nodes of one level of the tree. The elements of a leaf are its samples, or its draws
-    where samples have weights; those of another node are the leftovers of its children."""
+    """The n nodes of one level of the tree.
 
-    prefix_length: int  # the length at which its batches are masked
-    labels: Integers  # [n]
-    sizes: Integers  # [n] elements of each node
-    batches: Integers  # [n] global batches made from them
-    leftovers: Integers  # [n] elements for the level above
-    first_child: Integers  # [n] into the level below (leaves: into sample_ids)
+    The elements of a leaf are its samples, or its draws where samples have weights. The elements of
+    another node are the leftovers of its children.
+    """
+
+    prefix_length: int  # number of stages whose labels its batches are masked by
+    labels: Integers  # [n] the label of each node, of prefix_length digits
+    sizes: Integers  # [n] number of elements of each node
+    batches: Integers  # [n] number of global batches made from them
+    leftovers: Integers  # [n] number of elements left for the level above
+    first_child: Integers  # [n] into the level below; of leaves: into sample_ids
 
 
 def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list[Level]:
-    """The tree, leaves first; nothing in it depends on the epoch."""
+    """Builds the tree, leaves first. It does not depend on the epoch."""
     length, labels = len(grouped.radices), np.asarray(grouped.group_labels)
     sizes = grouped.sizes
     level = _level(length, labels, sizes, global_batch, np.asarray(grouped.group_starts[:-1]))
@@ -83,12 +87,12 @@ def _level(
 
 
 def _lend_batch(levels: list[Level], global_batch: int) -> None:
-    """Moves one batch of samples from a lower node to a root that cannot fill a batch, where some
-    group has neither a batch of its own nor a share in one of a node above it.
+    """Lends a root that cannot fill a batch one batch of samples of a lower node.
 
-    Otherwise the samples that reach the root would never be used, always those of the same small
-    groups. The batch comes from a node with the most batches, on the level nearest to the root that
-    has any. The root then makes one batch, and other samples are left out in every epoch.
+    Without it the leftovers that reach the root would never be used, and in every epoch these are
+    samples of the same small groups. So this is done only if some group is in no batch at all. The
+    lender is the node with the most batches on the level nearest to the root that has any. The root
+    then makes one batch, and each epoch leaves out other samples.
     """
     stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
     for level in levels[1:] if len(stuck) else []:
@@ -108,15 +112,17 @@ def _lend_batch(levels: list[Level], global_batch: int) -> None:
 
 
 def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """Number of distinct samples of an epoch (under "carry" an upper bound, see the head of this
-    file), or of draws where samples have weights."""
+    """Returns the number of distinct samples of an epoch, or of draws where samples have weights.
+
+    Under "carry" it is an upper bound, since a batch may hold a sample twice.
+    """
     if policy == "wrap":
         return int(levels[0].sizes.sum())
     return global_batch * int(sum(level.batches.sum() for level in levels))
 
 
 def require_steps(steps: int, sizes: Integers, global_batch: int, policy: Policy) -> None:
-    """Raises ValueError where an epoch over groups of these sizes has no step."""
+    """Raises ValueError if an epoch over groups of these ``sizes`` has no step."""
     if steps:
         return
     if not sizes.sum():
@@ -134,25 +140,25 @@ class PlannedBatch:
     """One planned global batch, in a fixed order; B = global_batch.
 
     ids            sample ids int64 [B]
-    positions      int64 [B], where they lie in ``GroupedIndex.sample_ids``
-    labels         int64 [B], truncated at the prefix length
+    positions      int64 [B], their places in ``GroupedIndex.sample_ids``
+    group_ids      int64 [B], the pseudo label of each, truncated at the prefix length
     prefix_length  number of leading stages whose labels the Eq. 3 mask of this step compares
     group_size     number of samples that a row is compared with, itself included; the mean over
                    rows. It is B except in the mixed batches of "mask", where rows differ in prefix.
-    occurrence     int64 [B], tells draws of one sample in an epoch apart, but for those that "wrap"
-                   and "carry" repeat; None without weights
+    occurrence     int64 [B], the number of this draw among those of the sample in the epoch; the
+                   repetitions of "wrap" and "carry" do not count. None without weights
     """
 
     ids: Integers
     positions: Integers
-    labels: Integers
+    group_ids: Integers
     prefix_length: int
     group_size: int
     occurrence: Integers | None = None
 
 
 def _starts(sizes: Integers) -> Integers:
-    """[n + 1]: starts of concatenated runs of these sizes, and the sum of the sizes."""
+    """Returns [n + 1]: where n concatenated runs of these sizes start, and where the last ends."""
     return np.append(0, np.cumsum(sizes))
 
 
@@ -160,16 +166,15 @@ class EpochPlan:
     """The global batches of one epoch (MCL, section 4.1 and Algorithm 1).
 
     global_batch  samples per step over all ranks
-    policy        what happens to samples that fill no batch of their own group (see above)
-    order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional
-                  (steps shuffled, so that a group comes up in proportion to its batches)
+    policy        how samples are used that fill no batch of their own group (head of this file)
+    order         round_robin (the paper: groups take turns until they have no batch left) or
+                  proportional (all batches in a random order)
     seed, stage, epoch  the key of all randomness
-    block         samples of a group, neighbours in it, that stay together (``shuffled``)
+    block         number of neighbours in a group that stay together (`shuffle_positions`)
 
-    steps_per_epoch, scheduled, remainder, levels, and depth int64 [steps], the level that each
-    batch belongs to, are equal for every epoch. `of_epoch` gives the plan of another epoch, which
-    shares them.
-    Raises ValueError where not a single batch can be made.
+    steps_per_epoch, scheduled, remainder, levels, and depth (int64 [steps], the level of each
+    batch) are equal for every epoch. `of_epoch` makes the plan of another epoch, which shares them.
+    Raises ValueError if not a single batch can be made.
     """
 
     def __init__(
@@ -193,8 +198,9 @@ class EpochPlan:
         # Per level: where each node's leftovers start if those of all its nodes are concatenated.
         self._pools = [_starts(level.leftovers) for level in self.levels]
         # Level, node and number within the node of every batch of an epoch: int64 [steps] each.
-        # Units are the leaves in label order, then the nodes above, the root last. Batches are
-        # listed unit by unit, and under "round_robin" all first ones, all second ones and so on.
+        # A unit is a node: first the leaves in label order, then the levels above, the root last.
+        # Batches are listed unit by unit; under "round_robin" the first batches of all units come
+        # first, then the second ones, and so on.
         batches = np.concatenate([level.batches for level in self.levels])
         level = np.repeat(np.arange(len(self.levels)), [len(x.batches) for x in self.levels])
         node = np.concatenate([np.arange(len(x.batches)) for x in self.levels])
@@ -208,35 +214,36 @@ class EpochPlan:
         self._mixed: tuple[Integers, Integers] | None = None
 
     def of_epoch(self, epoch: int) -> EpochPlan:
-        """The plan of another epoch of the same stage."""
+        """Makes the plan of another epoch of the same stage."""
         other = copy.copy(self)
         other._key, other.epoch, other._mixed = (*self._key[:2], epoch), epoch, None
         return other
 
     def batch(self, step: int) -> PlannedBatch:
-        """The global batch of a step of this epoch; ValueError for a step outside of it."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"step is {step}: wanted 0 <= step < {self.steps_per_epoch}")
+        """Returns the global batch of a step of this epoch."""
+        assert 0 <= step < self.steps_per_epoch, f"step {step} of {self.steps_per_epoch}"
         turn = step
         if self._order == "proportional":
             key = mix(*self._key, _STEP_ORDER)
             turn = int(permute(step, self.steps_per_epoch, key))
         depth = int(self.depth[turn])
-        leaf, position = self._draws_of(depth, int(self._node[turn]), int(self._number[turn]))
+        leaf, number = self._draws_of(depth, int(self._node[turn]), int(self._number[turn]))
         grouped, length = self.grouped, self.levels[depth].prefix_length
-        labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
+        group_ids = truncate(grouped.group_labels[leaf], grouped.radices, length)
         group_size = self.global_batch
         if self._policy == "mask" and depth > 0:
-            counts = np.unique(labels, return_counts=True)[1]
+            counts = np.unique(group_ids, return_counts=True)[1]
             group_size = round(float((counts**2).sum()) / self.global_batch)
         keys = mix(*self._key, _DRAW, grouped.group_labels[leaf])
-        rows, occurrence = grouped.rows(leaf, position, np.asarray(keys))
-        ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
-        return PlannedBatch(ids, rows, labels, length, group_size, occurrence)
+        positions, occurrence = grouped.locate_draws(leaf, number, np.asarray(keys))
+        ids = np.asarray(grouped.sample_ids[positions], dtype=np.int64)
+        return PlannedBatch(ids, positions, group_ids, length, group_size, occurrence)
 
     def _draws_of(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
-        """(leaf, its draw's number), int64 [global_batch] each, of batch ``number`` of a node at
-        level ``depth``. All elements walk down the tree at once."""
+        """Returns for batch ``number`` of a node at level ``depth``: (leaf, number of the draw).
+
+        Both are int64 [global_batch]. All elements of the batch walk down the tree at once.
+        """
         size, leaves = self.global_batch, self.levels[0]
         nodes = np.full(size, node, dtype=np.int64)
         position = number * size + np.arange(size, dtype=np.int64)
@@ -245,10 +252,10 @@ class EpochPlan:
         if self._policy == "wrap":
             position %= leaves.sizes[node]
         elif self._policy == "mask" and depth > 0:
-            nodes, position = self._of_mixed_leaves(position)
+            nodes, position = self._draws_of_mixed(position)
         for above in range(depth, 0, -1) if self._policy == "backoff" else ():
-            # A position of a node is shuffled, then found among the leftovers of its children,
-            # which are the last positions of each child.
+            # The position is shuffled within the node, and then counts along the leftovers of its
+            # children, which are the last positions of each child.
             parents, children = self.levels[above], self.levels[above - 1]
             pool = self._pools[above - 1]
             position = self._shuffle(parents, nodes, position) + pool[parents.first_child[nodes]]
@@ -256,9 +263,11 @@ class EpochPlan:
             position = position - pool[nodes] + children.batches[nodes] * size
         return nodes, self._shuffle(leaves, nodes, position)
 
-    def _of_mixed_leaves(self, position: Integers) -> tuple[Integers, Integers]:
-        """(leaf, position in it) of positions in the pool in which "mask" puts the leftovers of all
-        leaves, in an order that is drawn for every epoch when its first mixed batch is asked for.
+    def _draws_of_mixed(self, position: Integers) -> tuple[Integers, Integers]:
+        """Returns (leaf, position in it) for positions in the pool of policy "mask".
+
+        The pool holds the leftovers of all leaves. Their order is drawn for every epoch, when the
+        first mixed batch is made.
         """
         leaves = self.levels[0]
         if self._mixed is None:
@@ -271,34 +280,33 @@ class EpochPlan:
         return order[slot], position - pool[slot] + used
 
     def _carried(self, leaf: int, position: Integers) -> Integers:
-        """Positions in a leaf under "carry": an epoch continues where the previous one ended.
+        """Returns positions in a leaf under "carry": an epoch goes on where the last one ended.
 
-        The leaf's samples form an endless sequence of rounds; each round holds all of them in
-        another random order, and epochs take their batches from it one after the other. A batch
-        that crosses the end of a round may hold a sample twice.
+        The leaf's samples form an endless sequence of rounds. Each round holds all of them in
+        another random order, and epochs take their batches from the sequence one after the other.
+        A batch that crosses the end of a round may hold a sample twice.
         """
         level = self.levels[0]
-        begun = self.epoch * int(level.batches[leaf]) * self.global_batch
-        rounds, position = np.divmod(begun + position, level.sizes[leaf])
+        num_used = self.epoch * int(level.batches[leaf]) * self.global_batch
+        rounds, position = np.divmod(num_used + position, level.sizes[leaf])
         key = mix(*self._key[:2], rounds, _SAMPLES, level.prefix_length, level.labels[leaf])
-        return shuffled(position, level.sizes[leaf], key, self._block)
+        return shuffle_positions(position, level.sizes[leaf], key, self._block)
 
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])
-        return shuffled(position, level.sizes[node], key, self._block)
+        return shuffle_positions(position, level.sizes[node], key, self._block)
 
 
-def shuffled(
+def shuffle_positions(
     position: Integers, size: Integers, key: npt.NDArray[np.uint64] | np.uint64, block: int
 ) -> Integers:
-    """Where the elements at ``position`` [n] of shuffled sequences come from: int64 [n].
+    """Shuffles sequences: returns int64 [n], the old places of the elements now at ``position``.
 
-    ``size``, ``key`` are those of each element's sequence. With ``block`` > 1 a sequence is turned
-    by a drawn number of places, cut into blocks of that many neighbours, and the blocks are
-    shuffled; what is left of it after the last whole block, other elements for each key, comes
-    last. So neighbours stay together, and can be read in one piece (`mclclip relocate`). Short
-    sequences are cut into smaller blocks, an eighth of them each, since what is one block is not
-    shuffled.
+    ``size`` and ``key`` are the length and the random key of each element's sequence. With
+    ``block`` > 1 the sequence is rotated by a random number of places and cut into blocks of that
+    many neighbours, and the blocks are shuffled; the rest after the last whole block comes last. So
+    neighbours stay together and can be read in one piece (`mclclip relocate`). A block is at most
+    an eighth of a sequence, since a sequence of one block would not be shuffled.
     """
     if block == 1:
         return permute(position, size, key)
@@ -314,7 +322,7 @@ def shuffled(
 
 
 def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:
-    """Steps of a training: ``steps``, or (None) those of ``epochs`` epochs, rounded; at least 1."""
+    """Returns the steps of a training: ``steps``, or for None those of ``epochs``, at least 1."""
     return steps or max(1, round(epochs * steps_per_epoch))
 
 
@@ -327,11 +335,12 @@ def check_samples(
     lacking: int = 0,
     draws: int | None = None,
 ) -> None:
-    """Raises ValueError where a batch, or the clusters, need more samples than there are.
+    """Raises ValueError if a batch, or the clusters, need more samples than there are.
 
-    lacking  samples that are clustered, but lack the caption or attribute that this training reads,
-             and are left out of its batches
-    draws    of an epoch, where samples have weights or an epoch has a size of its own
+    name     the training's option in the message, such as 'train'
+    lacking  number of samples that are clustered, but left out of batches, since they lack the
+             caption or the attribute that this training reads
+    draws    draws of an epoch; None: samples have no weights, and an epoch draws each once
     """
     usable = num_samples - lacking
     if policy != "wrap" and global_batch > (usable if draws is None else draws):
@@ -352,14 +361,13 @@ def check_samples(
 def steps_per_epoch(
     num_samples: int, global_batch: int, policy: Policy, max_groups: int = 1
 ) -> tuple[int, int]:
-    """Fewest and most steps of an epoch over ``num_samples`` in 1 to ``max_groups`` groups.
+    """Returns the fewest and the most steps of an epoch, for 1 to ``max_groups`` groups.
 
-    Under ``backoff`` and ``mask`` leftovers are pooled until fewer than a batch are left, so that
-    both are equal.
+    Under ``backoff`` and ``mask`` both are equal, since less than one batch is left over.
     """
     whole = num_samples // global_batch
     groups = min(max_groups, num_samples)
-    lost = groups * (global_batch - 1)  # at most so many do not fill a batch of their groups
+    lost = groups * (global_batch - 1)  # most samples that fill no batch of their groups
     if policy in ALONE:
         return max(0, -(-(num_samples - lost) // global_batch)), whole
     if policy == "wrap":

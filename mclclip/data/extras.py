@@ -1,10 +1,10 @@
-"""Further tensors of every sample of a training, beside its picture and its caption.
+"""Adds more tensors to every sample of a training, beside its picture and its caption.
 
-`BaseFeatures` are stage 0's stored embeddings. `EditedCaptions` are captions that are wrong for
-their own picture: edits of the drawn caption by the rules of ``caption_rules``, or texts of a field
-of the sample's ``.json``. A sample for which there are fewer than wanted has its own caption in
-their place, and a mark that says so. `EqualityDigests` tell equal captions and equal pictures of a
-batch, and `report_equal` says before a training how many there are.
+`BaseFeatures` adds stage 0's stored embeddings. `EditedCaptions` adds captions that are wrong for
+the picture: edits of the drawn caption by the rules of ``caption_rules``, or texts of a field of
+the sample's ``.json``. If there are too few, the right caption fills their places, and a mask says
+where. `EqualityDigests` adds numbers that are equal for equal captions and pictures, and
+`report_equal` logs before a training how many of these a batch has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mclclip.data.locations import CAPTION
 from mclclip.data.options import DataConfig
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import Tokenizer, cut_text, tokenized
+from mclclip.data.samples import Tokenizer, cut_text, tokenize
 from mclclip.data.shard_scan import caption_fields, parse_captions
 from mclclip.run.artifacts import RunPaths
 from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
@@ -36,17 +36,16 @@ from mclclip.util.files import printable
 
 log = logging.getLogger("mclclip")
 SURVEYED = 512
-"""Samples that are looked at before a training."""
+"""Number of samples that are searched for edits before a training."""
 
 
 class BaseFeatures:
-    """An `Extra`: ``base_image_features`` of a sample, ``base_text_features`` of the caption that
-    was drawn, float32 [D], and ``edited_features`` of its edits, [h, D] (`embed`), unit length.
+    """Adds stage 0's embeddings of a sample, float32 of unit length.
 
-    ``read`` names the first two, ``images`` and ``texts``; other names add nothing. ``edits``: the
-    options of the edits, h of each caption, of which zeros are absent; None: none are read. Images
-    were embedded from the centre crop. Raises FileNotFoundError, which names the verb, where they
-    are missing.
+    ``base_image_features`` [D] if ``read`` has 'image_features' (they are of the centre crop),
+    ``base_text_features`` [D] of the drawn caption if it has 'text_features', and
+    ``edited_features`` [h, D] of h edits of the drawn caption if ``edits`` are given; rows of
+    missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them.
     """
 
     reads_text = False
@@ -59,9 +58,9 @@ class BaseFeatures:
         edits: HardCaptions | None = None,
     ) -> None:
         self._images = self._texts = self._edits = None
-        if "images" in read:
+        if "image_features" in read:
             self._images = StoredRows(layout.embeddings(0), index, "embeddings")
-        if "texts" in read:
+        if "text_features" in read:
             self._texts = StoredRows(layout.text_embeddings, index)
         if edits is not None:
             self._edits = StoredRows(directory_of(layout, edits), index)
@@ -70,7 +69,7 @@ class BaseFeatures:
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
-        """The embeddings of one sample."""
+        """Reads the embeddings of one sample."""
         stored = {}
         if self._images is not None:
             stored["base_image_features"] = self._images.get(raw.sample_id)
@@ -86,7 +85,7 @@ class BaseFeatures:
 
 
 def directory_of(layout: RunPaths, edits: HardCaptions | None) -> Path:
-    """The folder of the embeddings of edited captions; for None of the captions themselves."""
+    """Returns the folder of the embeddings of edited captions; for None that of all captions."""
     return layout.text_embeddings if edits is None else layout.edited_texts(edits.drawn_by)
 
 
@@ -94,62 +93,67 @@ def directory_of(layout: RunPaths, edits: HardCaptions | None) -> Path:
 class EditedCaptions:
     """Adds ``edited_text``, int64 [h, context], and ``has_edit``, bool [h], to every sample.
 
-    h is ``wanted.per_caption``. Which edits are drawn depends on the sample's key alone.
+    h is ``options.per_caption``. Which edits are drawn depends only on the sample's random key.
     """
 
-    wanted: HardCaptions
+    options: HardCaptions
     tokenizer: Tokenizer
     reads_text: bool = True
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
-        """The tokens of the edits of the drawn caption, and which of them there are."""
-        texts = drawn(self.wanted, raw.text, captions, caption_number, key)
-        num = self.wanted.per_caption
+        """Tokenizes the edits of the drawn caption, filled up with the caption itself."""
+        texts = draw_edits(self.options, raw.text, captions, caption_number, key)
+        num = self.options.per_caption
         padded = texts + [captions[caption_number]] * (num - len(texts))
-        tokens = tokenized(self.tokenizer, padded)
+        tokens = tokenize(self.tokenizer, padded)
         return {"edited_text": tokens, "has_edit": torch.arange(num) < len(texts)}
 
 
-def drawn(
-    wanted: HardCaptions, member: bytes, captions: Sequence[str], caption_number: int, key: int
+def draw_edits(
+    options: HardCaptions, member: bytes, captions: Sequence[str], caption_number: int, key: int
 ) -> list[str]:
-    """At most ``wanted.per_caption`` captions that are wrong for the picture of a sample, whose
-    text ``member`` is given; those of a field that are a caption of the picture do not count."""
-    if wanted.field is None:
-        edits = draw(wanted.rule_names, captions, caption_number, key, wanted.per_caption)
+    """Draws at most ``options.per_caption`` captions that are wrong for the picture of a sample.
+
+    ``member`` is its .json, which may have them in a field. Texts of that field that are also
+    captions of the sample do not count.
+    """
+    if options.field is None:
+        edits = draw(options.rule_names, captions, caption_number, key, options.per_caption)
         return [edit.text for edit in edits]
     true = {*map(spoken, captions)}
-    texts = dict.fromkeys(_texts_of(wanted.field, member))
-    found = [text for text in texts if spoken(text) not in true]
-    start = key % max(len(found), 1)
-    return (found[start:] + found[:start])[: wanted.per_caption]
+    texts = dict.fromkeys(_texts_of(options.field, member))
+    wrong = [text for text in texts if spoken(text) not in true]
+    start = key % max(len(wrong), 1)
+    return (wrong[start:] + wrong[:start])[: options.per_caption]
 
 
 def _texts_of(field: str, member: bytes) -> list[str]:
-    """The texts of a field, none where it is missing or of another type."""
+    """Returns the texts of a field of a .json; none if it is missing or of another type."""
     try:
         return parse_captions(member, f"json:{field}")
     except ValueError:
         return []
 
 
-def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option: str) -> None:
-    """Logs what part of the captions has an edit, by rule, from up to ``SURVEYED`` samples, evenly
-    spaced in the index. Raises ValueError where none has, and for a field that cannot be read;
-    ``option`` names the training in messages."""
-    named = f"{option}.objective.hard_captions"
+def report_edits(wanted: HardCaptions, index: SampleIndex, data: DataConfig, option: str) -> None:
+    """Logs which share of the captions has an edit, by rule, in up to ``SURVEYED`` samples.
+
+    The samples are evenly spaced in the index. ``option`` names the training in messages, such as
+    'train'. Raises ValueError if no caption has an edit, and for a field that cannot be read.
+    """
+    where = f"{option}.objective.hard_captions"
     for shard in index.shards:
         if wanted.field is not None and not caption_fields(shard.captions):
             raise ValueError(
-                f"{named}.field={wanted.field} is of the samples' .json, and data.sources."
+                f"{where}.field={wanted.field} is of the samples' .json, and data.sources."
                 f"{shard.source}.captions=txt reads their .txt: set it to json:FIELD, such as "
                 "json:caption"
             )
     with_captions = np.flatnonzero(index.num_captions)
     step = max(len(with_captions) // SURVEYED, 1)
-    read = Bytes(index, options)
+    read = Bytes(index, data)
     fitting, counts, num_captions, with_field, example = 0, Counter[str](), 0, 0, None
     raws = read.read(with_captions[::step][:SURVEYED], [CAPTION])
     for raw in raws:
@@ -161,7 +165,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
             num_captions += 1
             fits = [r for r in wanted.rule_names if false_edits(r, captions, number)]
             counts.update(fits)
-            edits = drawn(wanted, raw.text, captions, number, raw.sample_id)
+            edits = draw_edits(wanted, raw.text, captions, number, raw.sample_id)
             fitting += bool(edits)
             example = example or (edits and (caption, edits[0])) or None
     what = f"rules {', '.join(wanted.rule_names)}"
@@ -176,14 +180,14 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
         )
     if example is None:
         raise ValueError(
-            f"{named}: {what} gave no wrong caption for any of {num_captions:,} captions, of "
+            f"{where}: {what} gave no wrong caption for any of {num_captions:,} captions, of "
             f"{len(raws):,} samples that were looked at: {advice}, or leave hard_captions out"
         )
     shares = [f"{rule} {counts[rule] / num_captions:.1%}" for rule in wanted.rule_names]
     log.info(
         "%s: of %s captions, of %s samples that were looked at, %.1f %% have a wrong one%s, such "
         "as %r for %r",
-        named, f"{num_captions:,}", f"{len(raws):,}", 100 * fitting / num_captions,
+        where, f"{num_captions:,}", f"{len(raws):,}", 100 * fitting / num_captions,
         f" ({', '.join(shares)})" if shares else f" in the {what.rstrip(',')}",
         printable(example[1]), printable(example[0]),
     )  # fmt: skip
@@ -197,11 +201,11 @@ MOST_READ = 4096  # captions that are read before training, to count equal ones
 
 @dataclass(eq=False)
 class EqualityDigests:
-    """The extras ``caption_digest`` and ``picture_digest`` of a sample, 0-dimensional int64.
+    """Adds ``caption_digest`` and ``picture_digest`` to every sample, 0-dimensional int64.
 
-    ``clean`` is open_clip's cleaning of a caption; of a long one its first 4,096 visible characters
-    count. The picture is told by its bytes, and where it is not read (``index`` is given, and rows
-    stand for pictures) by the checksum and the size of its bytes in the index.
+    They are equal for equal captions and pictures. ``clean`` is open_clip's cleaning of a caption,
+    of which the first 4,096 visible characters count. Pictures are compared by their bytes; where
+    stored rows are read instead, by size and checksum in the ``index``.
     """
 
     clean: Callable[[str], str]
@@ -215,7 +219,7 @@ class EqualityDigests:
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
-        """The digests of the drawn caption and of the picture."""
+        """Computes the digests of the drawn caption and of the picture."""
         if self.index is None:
             picture = _digest(raw.image)
         else:
@@ -228,7 +232,7 @@ class EqualityDigests:
 
 
 def check_checksums(index: SampleIndex) -> None:
-    """Raises ValueError where the index does not tell equal pictures."""
+    """Raises ValueError if the index has no checksums of pictures."""
     if index.image_crc32 is None:
         raise ValueError(
             "train.objective.equal_captions tells equal pictures by their checksums where "
@@ -238,7 +242,7 @@ def check_checksums(index: SampleIndex) -> None:
 
 
 def caption_digest(caption: str, clean: Callable[[str], str]) -> int:
-    """64 bits of the caption after cleaning, as a signed number."""
+    """Returns a digest of the cleaned caption, 64 bits as a signed number."""
     return _digest(clean(cut_text(caption)).encode(errors="surrogatepass"))
 
 
@@ -247,7 +251,7 @@ def _digest(data: bytes) -> int:
 
 
 def _picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:
-    """Numbers int64 [n] that are equal where the pictures have equal checksums and sizes."""
+    """Returns numbers int64 [n], equal for pictures of equal checksum and size."""
     assert index.image_crc32 is not None
     sizes = index.image_size[sample_ids].astype(np.int64) & 0x7FFFFFFF
     marks: Integers = sizes << 32 | index.image_crc32[sample_ids].astype(np.int64)
@@ -259,9 +263,12 @@ def _picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class EqualRows:
-    """Equal rows of global batches, within groups: the means over ``num_batches`` of the number of
-    pairs and of the share of rows that have an equal one, of ``num_rows`` rows of each; and
-    ``all_pairs``, equal or not."""
+    """Means over ``num_batches`` global batches, of ``num_rows`` rows each.
+
+    pairs      number of pairs of equal rows within a group
+    share      share of the rows that have an equal row in their group
+    all_pairs  number of all pairs within a group
+    """
 
     num_batches: int
     num_rows: int
@@ -273,11 +280,11 @@ class EqualRows:
 def equal_rows(
     batches: TrainingBatches, clean: Callable[[str], str]
 ) -> tuple[EqualRows, EqualRows | None]:
-    """Rows with equal captions, and rows with equal pictures (None: the index has no checksums).
+    """Counts rows with equal captions, and with equal pictures (None without checksums).
 
-    Exact for the batches that are counted, which are spread over the first epoch, but for samples
-    that turn out to be unusable. Their captions are read from the shards, at most 4,096: of larger
-    batches every n-th row. Raises the errors of ``Bytes.captions_of``.
+    It counts some batches of the first epoch, evenly spaced, whose captions it reads: at most
+    4,096, or every n-th row of a larger batch. Samples that prove unusable are counted too. Raises
+    the errors of ``Bytes.captions_of``.
     """
     plan, dataset = batches.plan(0), batches.dataset
     num = min(plan.steps_per_epoch, max(1, MOST_READ // plan.global_batch))
@@ -287,22 +294,21 @@ def equal_rows(
         planned = plan.batch(int(step))
         numbers = batches.caption_numbers(planned.ids, 0, planned.occurrence)[::every_nth].tolist()
         parts = batches.sentence_draws(planned.ids, 0, planned.occurrence)[::every_nth]
-        ids, labels = planned.ids[::every_nth], planned.labels[::every_nth]
+        ids, labels = planned.ids[::every_nth], planned.group_ids[::every_nth]
         drawn = zip(dataset.bytes.captions_of(ids.tolist()), numbers, parts, strict=True)
-        texts = [part(own[n]) if part else own[n] for own, n, part in drawn]
+        texts = [part(of_one[n]) if part else of_one[n] for of_one, n, part in drawn]
         digests = [caption_digest(text, clean) for text in texts]
-        captions.append(_counted(labels, np.array(digests)))
+        captions.append(_count_equal(labels, np.array(digests)))
         if dataset.index.image_crc32 is not None:
-            pictures.append(_counted(labels, _picture_marks(dataset.index, ids)))
+            pictures.append(_count_equal(labels, _picture_marks(dataset.index, ids)))
     num_rows = -(-plan.global_batch // every_nth)
-    means = [np.mean(found, axis=0) for found in (captions, pictures) if found]
+    means = [np.mean(counts, axis=0) for counts in (captions, pictures) if counts]
     of_captions, *of_pictures = [EqualRows(num, num_rows, *mean.tolist()) for mean in means]
     return of_captions, of_pictures[0] if of_pictures else None
 
 
-def _counted(labels: Integers, marks: Integers) -> tuple[float, float, float]:
-    """Pairs of rows with one label and one mark, the share of the rows that are in one, and pairs
-    of rows with one label."""
+def _count_equal(labels: Integers, marks: Integers) -> tuple[float, float, float]:
+    """Returns pairs, share and all_pairs of `EqualRows`; equal rows have an equal mark."""
     counts = np.unique(np.stack([labels, marks]), axis=1, return_counts=True)[1]
     pairs, all_pairs = (
         float((n * (n - 1)).sum() / 2) for n in (counts, np.unique(labels, return_counts=True)[1])
@@ -311,23 +317,23 @@ def _counted(labels: Integers, marks: Integers) -> tuple[float, float, float]:
 
 
 def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
-    """Logs ``equal_rows``, or why they are not known."""
+    """Logs the counts of ``equal_rows``, or why they could not be counted."""
     try:
         both = equal_rows(batches, clean)
     except (RuntimeError, OSError) as error:
         log.info("coverage of equal captions is not known: %s", error)
         return
-    for name, found in zip(("captions", "pictures"), both, strict=True):
-        if found is None:
+    for name, counted in zip(("captions", "pictures"), both, strict=True):
+        if counted is None:
             log.debug("coverage of equal pictures is not known: data.verify=full indexes checksums")
             continue
         log.info(
             "coverage of equal %s: of %s rows of a global batch %.1f %% have an equal one, in "
             "%.1f pairs, counted in %s of the %s batches of an epoch",
-            name, f"{found.num_rows:,}", 100 * found.share, found.pairs,
-            f"{found.num_batches:,}", f"{batches.steps_per_epoch:,}",
+            name, f"{counted.num_rows:,}", 100 * counted.share, counted.pairs,
+            f"{counted.num_batches:,}", f"{batches.steps_per_epoch:,}",
         )  # fmt: skip
-        if 0 < found.pairs == found.all_pairs:
+        if 0 < counted.pairs == counted.all_pairs:
             log.warning(
                 "all rows of a batch have equal %s, so that nothing tells their pairs apart and "
                 "nothing is learned: see data.sources.NAME.captions and the data ('mclclip doctor "

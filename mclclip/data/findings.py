@@ -1,8 +1,8 @@
-"""Counts of everything that a reader of other people's data does not read, or reads in part.
+"""Counts everything in other people's data that is not read, or is read only in part.
 
-Every file, member, row and entry is either read or counted here under a reason. The table `REASONS`
-has all of them; `pack`, `index`, `finetune`, `doctor --data` and class folders of `eval` count by
-it, log one line for each reason, and keep the counts in their manifests.
+Every file, member, row and entry is either read or counted here under a reason of `REASONS`.
+`pack`, `index`, `finetune`, `doctor --data` and the class folders of `eval` log one line for each
+reason, and keep the counts in their manifests.
 """
 
 from __future__ import annotations
@@ -74,72 +74,78 @@ REASONS = {
     "narrow_range": "pictures of 16 bits whose values use less than a tenth of the range, which "
     "are nearly black as 8 bits: stretch them before",
 }
-# Of these, those of a source's subset, and those of shards as a whole.
+# The reasons of samples that a subset leaves out, and those of damaged shards.
 LEFT_OUT = ("subset", "no_uid")
 UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard", "lfs_shard")
 
 NO_TEXTS = frozenset({"nan", "none", "null", "<na>", "[]"})
-"""Words, in lower case, that pandas and others write where there is no caption."""
+"""Words, in lower case, that pandas and others write for a missing caption."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""Begins a file that git-lfs left in the place of the real one."""
+"""The first bytes of a pointer, which git-lfs leaves where a file was not fetched."""
 
 
 def nearly_all(num_texts: int) -> float:
-    """How many texts of the same number of lines say that each line is a caption."""
+    """Returns how many of ``num_texts`` must have n lines to read each line as a caption."""
     return max(0.95 * num_texts, 10)
 
 
 class Findings:
-    """Samples left out and other unusual finds: a count and up to 20 examples by reason."""
+    """Counts, and up to 20 examples, of each reason in `REASONS`.
+
+    A reason may have a detail behind it, such as 'no_attribute:colour'. ``counts`` is the result of
+    `to_json`.
+    """
 
     def __init__(self, counts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._found = {
+        self._by_reason = {
             reason: (int(entry["count"]), list(entry["examples"]))
             for reason, entry in (counts or {}).items()
         }
 
     def add(self, reason: str, *examples: str, count: int | None = None) -> None:
-        """Counts ``count`` cases (default: one per example given)."""
+        """Adds ``count`` cases of a reason (None: one per example)."""
         number = len(examples) if count is None else count
         if number:
-            total, kept = self._found.setdefault(reason, (0, []))
-            kept.extend(examples[: MAX_EXAMPLES - len(kept)])
-            self._found[reason] = (total + number, kept)
+            total, all_examples = self._by_reason.setdefault(reason, (0, []))
+            all_examples.extend(examples[: MAX_EXAMPLES - len(all_examples)])
+            self._by_reason[reason] = (total + number, all_examples)
 
     def merge(self, other: Findings) -> None:
-        """Adds the counts of ``other``; the earlier examples are kept."""
-        for reason, (total, examples) in other._found.items():
+        """Adds the counts of ``other``, and its examples behind those of this."""
+        for reason, (total, examples) in other._by_reason.items():
             self.add(reason, *examples, count=total)
 
     def only(self, reasons: Sequence[str]) -> Findings:
-        """The finds of these reasons, ``REASON:NAME`` too."""
-        found = self.to_json().items()
-        return Findings({r: entry for r, entry in found if r.partition(":")[0] in reasons})
+        """Returns the counts of some reasons, with any detail."""
+        entries = self.to_json().items()
+        return Findings({r: entry for r, entry in entries if r.partition(":")[0] in reasons})
 
     def settle_lines(self, num_texts: int) -> None:
-        """Keeps the count of texts with several lines where nearly all of ``num_texts`` have the
-        same number of lines, which are then captions of their own; drops it elsewhere."""
-        for reason in [r for r in self._found if r.startswith("several_lines:")]:
-            if self._found[reason][0] < nearly_all(num_texts):
-                del self._found[reason]
+        """Drops the counts of texts of n lines, unless nearly all of ``num_texts`` have n.
+
+        Only then is it likely that each line is a caption, and that the user wants to know.
+        """
+        for reason in [r for r in self._by_reason if r.startswith("several_lines:")]:
+            if self._by_reason[reason][0] < nearly_all(num_texts):
+                del self._by_reason[reason]
 
     def without(self, reasons: Sequence[str]) -> Findings:
-        """The finds of all other reasons."""
-        found = self.to_json().items()
-        return Findings({r: entry for r, entry in found if r.partition(":")[0] not in reasons})
+        """Returns the counts of all other reasons."""
+        entries = self.to_json().items()
+        return Findings({r: entry for r, entry in entries if r.partition(":")[0] not in reasons})
 
     def total(self) -> int:
-        """The number of finds of all reasons."""
-        return sum(count for count, _ in self._found.values())
+        """Returns the sum of all counts."""
+        return sum(count for count, _ in self._by_reason.values())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """``{reason: {count, examples}}``, as manifests keep it."""
-        return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._found.items())}
+        """Returns ``{reason: {count, examples}}``, which manifests keep."""
+        return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._by_reason.items())}
 
     def lines(self) -> list[str]:
-        """One line per reason, with its text from `REASONS` (``REASON:NAME`` has REASON's)."""
+        """Returns one line for each reason, with its text from `REASONS`."""
         return [
             f"{n} {REASONS.get(r.partition(':')[0], r)} ({r}), e.g. {', '.join(e[:3])}"
-            for r, (n, e) in sorted(self._found.items())
+            for r, (n, e) in sorted(self._by_reason.items())
         ]

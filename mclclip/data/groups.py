@@ -1,14 +1,14 @@
-"""Groups of samples with one pseudo label: sorted, however many samples there are, and on disk.
+"""Groups of samples that have the same pseudo label: sorts any number of samples, and stores them.
 
-Labels are read in blocks. A first pass counts the samples of each group, which is all that a plan's
-coverage needs. A second pass sorts each block alone, and stores the order in a file without a name,
-which vanishes with the process. Then ranges of groups, small enough to be sorted in memory, are
-collected from all blocks; a group larger than that is collected block by block. So the sorted ids
-come in order, and are written as they come.
+Labels are read in blocks. A first pass counts the samples of each group; the coverage of a plan
+needs no more. A second pass sorts each block by itself and stores the order in a temporary file.
+Then the blocks are merged: ranges of groups that are small enough to be sorted in memory are
+collected from all blocks, and a larger group is collected block by block. So the sorted ids come in
+order, and are written as they come.
 
 Memory: about 100 bytes per row of a block (50 MiB for the default size), 80 bytes per group while
-groups are counted, and at most 1/8 byte per sample. Disk: 4 bytes per sample for the orders of the
-blocks, beside the 8 bytes per sample of what is written.
+groups are counted, and at most 1/8 byte per sample. Disk: 4 bytes per sample for the temporary
+file, beside the 8 bytes per sample of the result.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
-from mclclip.data.labels import SampleWeights, check_labels, drawn_rows, label_space
+from mclclip.data.labels import SampleWeights, check_labels, label_space, locate_draws
 from mclclip.util.files import Record, read_json, records_of, with_path_in_errors, write_json
 
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
-DENSE = 2**21  # most possible labels that are counted in one array over all of them
-RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
+DENSE = 2**21  # up to so many possible labels, one array counts all of them
+RANGES = 4096  # number of ranges of groups that are merged one after another, or up to twice it
 JOINED = 2**18  # most ids of one group that are yielded at once
 
 _HEADER, _KNOWN_BAD = "grouped_index.json", "known_bad.json"
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
-_WEIGHTED = ("draws", "weight_sums")  # further arrays where samples have weights
+_WEIGHTED = ("draws", "weight_sums")  # more arrays, where samples have weights
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSizes:
-    """Groups of samples without the samples: what a plan's coverage is counted from.
+    """The labels and sizes of G groups; a plan's coverage is counted from them.
 
     group_starts  int64 [G + 1], group g has group_starts[g + 1] - group_starts[g] samples
-    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
-    radices       clusters per stage of the label; () for one group (no labels)
-    draws         int64 [G], how often an epoch draws a sample of each group, where samples have
-                  weights (``data.labels``); None: each sample once
+    group_labels  int64 [G], the pseudo labels in ascending order
+    radices       number of clusters of each stage, the digits of a label; () for a single group
+    draws         int64 [G], number of draws of an epoch from each group, where samples have weights
+                  (``data.labels``); None: each sample is drawn once
     """
 
     group_starts: Integers
@@ -62,12 +62,12 @@ class GroupSizes:
 
     @property
     def sizes(self) -> Integers:
-        """int64 [G]: draws of an epoch from each group."""
+        """int64 [G]: number of draws of an epoch from each group."""
         return np.diff(self.group_starts) if self.draws is None else self.draws
 
     @property
     def num_draws(self) -> int:
-        """Draws of an epoch: without weights, the number of samples."""
+        """Number of draws of an epoch; without weights, the number of samples."""
         return int(self.sizes.sum())
 
     @property
@@ -75,7 +75,10 @@ class GroupSizes:
         return int(self.group_starts[-1])
 
     def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
-        """Where the samples whose label has this prefix lie among the sorted ones: [start, stop)"""
+        """Returns the range [start, stop) of the sorted samples whose label has this prefix.
+
+        ``label`` is the prefix: a label of the first ``prefix_length`` stages.
+        """
         width = label_space(self.radices[prefix_length:])
         first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
         return int(self.group_starts[first]), int(self.group_starts[last])
@@ -85,10 +88,10 @@ class LabelBlocks:
     """Pseudo labels [N] of all samples of an index, read in blocks; they may be memory-mapped.
 
     labels    integers, -1 for samples that no plan uses
-    radices   of the labels
-    left_out  sorted ids of further samples that are not used
-    weights   of the samples; those of weight 0 are not used either
-    Raises ValueError for labels beyond the radices.
+    radices   number of clusters of each stage, the digits of a label
+    left_out  sorted ids of more samples that are not used
+    weights   weights of the samples; samples of weight 0 are not used either
+    Raises ValueError for labels that do not fit the radices.
     """
 
     def __init__(
@@ -106,8 +109,10 @@ class LabelBlocks:
         check_labels(self.labels, label_space(self.radices), "pseudo labels")
 
     def __iter__(self) -> Iterator[tuple[int, Integers]]:
-        """The id of the first sample of each block, and the block's labels, int64, in a new array;
-        -1 for all samples that are not used."""
+        """Yields for each block the id of its first sample and its labels, a new int64 array.
+
+        Labels are -1 for all samples that are not used.
+        """
         for first in range(0, len(self.labels), self.rows_per_block):
             block = np.array(self.labels[first : first + self.rows_per_block], dtype=np.int64)
             here = np.searchsorted(self.left_out, [first, first + len(block)])
@@ -117,8 +122,10 @@ class LabelBlocks:
             yield first, block
 
     def _amounts(self) -> Iterator[tuple[Integers, Integers]]:
-        """The labels [n] of the used samples of each block, and int64 [k, n], what is added up by
-        label: 1 for the number of samples, and the weights where there are some."""
+        """Yields for each block the labels [n] of its used samples, and the amounts int64 [k, n].
+
+        Amounts are added up by label: ones for the number of samples, and the weights if there are.
+        """
         for first, block in self:
             rows = np.flatnonzero(block >= 0)
             ones = np.ones((1, len(rows)), np.int64)
@@ -128,7 +135,7 @@ class LabelBlocks:
                 yield block[rows], np.concatenate([ones, self.weights.units(first + rows)[None]])
 
     def sizes(self) -> GroupSizes:
-        """The groups, how many samples each has, and how often they are drawn."""
+        """Counts the samples and the draws of each group."""
         space = label_space(self.radices)
         if space <= min(DENSE, len(self.labels)):
             sums = np.zeros((1 if self.weights is None else 2, space), np.int64)
@@ -145,9 +152,9 @@ class LabelBlocks:
         return GroupSizes(np.append(0, np.cumsum(sums[0])), present, self.radices, draws=draws)
 
     def sorted_ids(self, sizes: GroupSizes, runs: BufferedRandom) -> Iterator[Integers]:
-        """Yields the ids of the samples by label, ties by id, in parts of any size.
+        """Yields the ids of the samples, sorted by label and then by id, in parts of any size.
 
-        ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
+        ``sizes`` is the result of `sizes`; ``runs`` an empty file, which will take 4 bytes per
         sample.
         """
         most = max(1, len(self.labels) // RANGES)
@@ -156,12 +163,15 @@ class LabelBlocks:
         for number, num_groups in enumerate(np.diff(cuts)):
             ranges = bounds[:, number], bounds[:, number + 1]
             for ids in self._collect(runs, *ranges, max(most, JOINED)):
-                # Several groups have at most ``most`` rows, which come at once.
+                # A range of several groups has at most ``most`` rows, which come in one part.
                 yield ids[np.argsort(self.labels[ids], kind="stable")] if num_groups > 1 else ids
 
     def _sort_blocks(self, edges: Integers, runs: BufferedRandom) -> Integers:
-        """Writes the rows of each block by label. Returns int64 [blocks, ranges + 1]: where the
-        rows of each range of labels begin in ``runs``; ``edges`` are the first labels of ranges."""
+        """Writes the row numbers of each block to ``runs``, sorted by label.
+
+        ``edges`` has the first label of each range. Returns int64 [blocks, ranges + 1]: where the
+        rows of each range begin in ``runs``.
+        """
         bounds, offset = [np.zeros((0, len(edges) + 1), np.int64)], 0
         for _, block in self:
             rows = np.flatnonzero(block >= 0).astype(np.int32)
@@ -176,8 +186,11 @@ class LabelBlocks:
     def _collect(
         self, runs: BufferedRandom, starts: Integers, stops: Integers, most: int
     ) -> Iterator[Integers]:
-        """The ids of one range of groups, from [starts, stops) of ``runs`` for each block; at once
-        as many blocks as have at most ``most``."""
+        """Yields the ids of one range of groups, which lie at [starts, stops) of ``runs``.
+
+        ``starts`` and ``stops`` have an entry for each block. The ids of several blocks are yielded
+        together if they are at most ``most``.
+        """
         ends, first = np.append(0, np.cumsum(stops - starts)), 0
         while first < len(starts):
             last = int(np.searchsorted(ends, ends[first] + most, side="right")) - 1
@@ -196,20 +209,20 @@ class LabelBlocks:
 def _add_sparse(
     blocks: Iterable[tuple[Integers, Integers]], num_amounts: int
 ) -> tuple[Integers, Integers]:
-    """The different labels [G] of all blocks, ascending, and the sums [k, G] of their amounts.
+    """Adds up amounts by label: the labels [G] that occur, ascending, and their sums [k, G].
 
-    Sums of blocks are added up as in a binary counter, so that each is copied a few times only.
+    Sums of blocks are merged as in a binary counter, so that each is copied only a few times.
     """
     nothing = np.zeros(0, np.int64), np.zeros((num_amounts, 0), np.int64)
     parts: list[tuple[Integers, Integers]] = [nothing]
     for block in blocks:
-        parts.append(_added([block]))
+        parts.append(_add_parts([block]))
         while len(parts) > 1 and len(parts[-2][0]) <= 2 * len(parts[-1][0]):
-            parts[-2:] = [_added(parts[-2:])]
-    return _added(parts)
+            parts[-2:] = [_add_parts(parts[-2:])]
+    return _add_parts(parts)
 
 
-def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+def _add_parts(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
     labels = np.concatenate([labels for labels, _ in parts])
     amounts = np.concatenate([amounts for _, amounts in parts], axis=1)
     if not len(labels):
@@ -221,8 +234,10 @@ def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
 
 
 def _cut(group_starts: Integers, most: int) -> list[int]:
-    """Numbers of groups at which ranges begin, and the number of groups. A range has one group, or
-    several with at most ``most`` samples."""
+    """Cuts the groups into ranges: numbers of the groups at which they begin, and G at the end.
+
+    A range has one group, or several with at most ``most`` samples together.
+    """
     cuts, num_groups = [0], len(group_starts) - 1
     while cuts[-1] < num_groups:
         end = group_starts[cuts[-1]] + most
@@ -236,11 +251,11 @@ def _cut(group_starts: Integers, most: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class GroupedIndex(GroupSizes):
-    """Sample ids by group, as ``StageGroups`` has written them. Pickles as its path.
+    """The sample ids of each group, as `StageGroups` writes them. It pickles as its path.
 
-    group_starts, group_labels, radices  see ``GroupSizes``
-    sample_ids  int64 [M], sorted by pseudo label, ties by id; those of group g are
-                sample_ids[group_starts[g] : group_starts[g + 1]]
+    group_starts, group_labels, radices, draws  see `GroupSizes`
+    sample_ids   int64 [M], sorted by pseudo label and then by id; those of group g are
+                 sample_ids[group_starts[g] : group_starts[g + 1]]
     weight_sums  int64 [M], running sums of their weights in the same order; None without weights
     """
 
@@ -248,23 +263,26 @@ class GroupedIndex(GroupSizes):
     directory: Path
     weight_sums: Integers | None = None
 
-    def rows(
+    def locate_draws(
         self, group: Integers, number: Integers, keys: npt.NDArray[np.uint64]
     ) -> tuple[Integers, Integers | None]:
-        """Where the samples of these draws lie in sample_ids, int64 [B], and their occurrence.
+        """Returns the places in sample_ids, int64 [B], of draw ``number`` [B] of each group.
 
-        The occurrence tells draws of one sample apart (``drawn_rows``). It is None without weights,
-        where draw n of a group is its sample n. ``keys`` are those of the groups' random numbers.
+        Also returns the occurrence, which tells draws of one sample apart (`labels.locate_draws`).
+        It is None without weights: then draw n of a group is its sample n. ``keys`` [B] are the
+        keys of the groups' random numbers.
         """
         starts = self.group_starts[group]
         if self.weight_sums is None or self.draws is None:
             return starts + number, None
         ranges = np.stack([starts, self.group_starts[group + 1]], axis=1)
-        return drawn_rows(self.weight_sums, ranges, self.draws[group], number, keys)
+        return locate_draws(self.weight_sums, ranges, self.draws[group], number, keys)
 
     def positions(self, sample_ids: Integers, labels: Integers) -> Integers:
-        """Where samples of these full labels lie in sample_ids: int64 [n], -1 for those that are in
-        no group. Reads few of the ids."""
+        """Returns the places of samples in ``self.sample_ids``: int64 [n], -1 if in no group.
+
+        ``labels`` [n] are their full labels. Reads only a few of the ids.
+        """
         result = np.full(len(sample_ids), -1, dtype=np.int64)
         for label in np.unique(labels):
             start, stop = self.group_range(int(label), len(self.radices))
@@ -277,21 +295,20 @@ class GroupedIndex(GroupSizes):
 
     @classmethod
     def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
-        """Memory-mapped, read only; ``verb`` wrote it. FileNotFoundError where there is no finished
-        index, RuntimeError where its files do not fit each other."""
+        """Opens a grouped index that ``verb`` wrote, memory-mapped and read-only.
+
+        Raises FileNotFoundError if it is not finished, RuntimeError if its files do not fit each
+        other.
+        """
         directory = Path(directory)
-        if not (directory / _HEADER).exists():
-            raise FileNotFoundError(
-                f"{directory / _HEADER} not found: no finished grouped index in that directory"
-            )
         header = _read(directory / _HEADER, ("radices", "num_samples", "num_groups"), verb)
         names = [f"{n}.npy" for n in _ARRAYS + (_WEIGHTED if header.get("weighted") else ())]
         arrays = [open_npy(directory / name, verb) for name in names]
         num_samples, num_groups = header["num_samples"], header["num_groups"]
-        wanted = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
-        if (got := [len(array) for array in arrays]) != wanted:
+        sizes = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
+        if (got := [len(array) for array in arrays]) != sizes:
             raise RuntimeError(
-                f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
+                f"grouped index {directory}: its arrays have {got} rows, its header says {sizes}: "
                 f"run 'mclclip {verb} --force' to make it again"
             )
         ids, starts, labels = arrays[:3]
@@ -305,7 +322,7 @@ class GroupedIndex(GroupSizes):
 
 
 def _read(path: Path, names: tuple[str, ...], verb: str = "train") -> dict[str, Any]:
-    """The fields of a JSON file that ``verb`` wrote, which has these."""
+    """Reads a JSON file that ``verb`` wrote; RuntimeError if it lacks one of the ``names``."""
     try:
         fields: dict[str, Any] = read_json(path)
         if missing := [name for name in names if name not in fields]:
@@ -318,37 +335,39 @@ def _read(path: Path, names: tuple[str, ...], verb: str = "train") -> dict[str, 
 
 
 class StageGroups:
-    """The grouped index of one training, written once: a resumed run uses what it began with.
+    """The grouped index of one training on disk. It is written once, and a resumed run reads it.
 
-    Samples found undecodable meanwhile stay in the plan of a begun stage (and are replaced), so
-    that the resumed run's order is the first run's; they are outside the plans of later stages.
+    A sample that is found to be undecodable during the training stays in the plan and is replaced
+    in its batches, so that a resumed run has the same order. Later stages leave it out.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
 
     @property
-    def written(self) -> bool:
-        """True where the grouped index is whole on disk."""
+    def is_written(self) -> bool:
+        """True if the grouped index is complete on disk."""
         return all((self.directory / name).exists() for name in (_HEADER, _KNOWN_BAD))
 
     def records(self) -> dict[str, Record]:
-        """The records of its files, by their names below the folder that it lies in."""
+        """Returns the records (size and digest) of its files, by names such as 'FOLDER/FILE'."""
         names = sorted(path.name for path in self.directory.iterdir() if path.is_file())
         return records_of(self.directory.parent, *(f"{self.directory.name}/{n}" for n in names))
 
     def damage(self) -> str | None:
-        """Why the grouped index cannot be read; None where it can, or is not written yet."""
+        """Says why the grouped index cannot be read; None if it can, or is not written yet."""
         try:
-            if self.written:
+            if self.is_written:
                 self.read()
         except (RuntimeError, ValueError, OSError) as error:
             return str(error)
         return None
 
     def write(self, labels: LabelBlocks, sizes: GroupSizes, bad_ids: np.ndarray) -> None:
-        """Groups the samples, whose groups have ``sizes``, on disk, and saves the undecodable
-        ``bad_ids`` that were left out. The header, written last, marks the grouped index as whole.
+        """Writes the grouped index of ``labels``, whose groups have ``sizes``, and the ``bad_ids``.
+
+        ``bad_ids`` are the undecodable samples that are left out. The header is written last, and
+        marks the grouped index as complete.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with with_path_in_errors(self.directory):
@@ -358,16 +377,16 @@ class StageGroups:
             write_json(self.directory / _HEADER, header)
 
     def _write_arrays(self, labels: LabelBlocks, sizes: GroupSizes) -> dict[str, Any]:
-        """Writes the .npy files, ids and their weights as they come; returns the header."""
+        """Writes the .npy files, the ids and weights part by part; returns the header."""
         directory, weights = self.directory, labels.weights
         small = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
         small |= {} if sizes.draws is None else {"draws": sizes.draws}
         total = 0
         with tempfile.TemporaryFile(dir=directory) as runs, ExitStack() as stack:
-            opened = partial(write_npy_parts, shape=(sizes.num_samples,), dtype=np.int64)
-            append = stack.enter_context(opened(directory / "sample_ids.npy"))
+            write = partial(write_npy_parts, shape=(sizes.num_samples,), dtype=np.int64)
+            append = stack.enter_context(write(directory / "sample_ids.npy"))
             if weights is not None:
-                append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
+                append_sums = stack.enter_context(write(directory / "weight_sums.npy"))
             for ids in labels.sorted_ids(sizes, runs):
                 append(ids)
                 if weights is not None and len(ids):
@@ -384,6 +403,6 @@ class StageGroups:
         }
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
-        """The grouped index (memory-mapped) and the ids that were left out of it."""
+        """Returns the grouped index (memory-mapped) and the ids that were left out of it."""
         known_bad = _read(self.directory / _KNOWN_BAD, ("known_bad",))["known_bad"]
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

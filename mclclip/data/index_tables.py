@@ -1,15 +1,15 @@
 """The files of an index: its shards, the table of its samples, and the values of attributes.
 
-``shards.json`` has every shard with the rows of its samples, ``samples.arrow`` a row per sample,
-and ``attributes.json`` the values for which the table has codes. Scans of shards are joined to such
-a table here, and known shards are compared with their scans.
+``shards.json`` lists every shard with the rows of its samples, ``samples.arrow`` has a row per
+sample, and ``attributes.json`` has the values of the codes in that table. This module joins scans
+of shards to such a table, and compares indexed shards with what lies on disk now.
 
-Opening an index compares the size of every shard and the time of its last change, which costs one
-look per file; of a shard behind a url, its size and its ETag. A shard with another time is scanned
-again, and its headers, captions and attributes are compared with the digest of the scan that was
-indexed. Where they are equal, only the time is new, and it is noted in ``shard_times.json`` beside
-the index; that file is a cache, and without it all shards are scanned again. Captions are compared
-once more whenever they are read, and pixels if ``data.verify`` is ``full`` (`samples.TarDataset`).
+Opening an index compares the size of every shard and the time of its last change, or for a url its
+size and its ETag. A shard with another time is scanned again, and the digest of its headers,
+captions and attributes is compared with that of the index. If they are equal, only the time is new:
+it is written to ``shard_times.json`` beside the index. That file is a cache; without it all shards
+are scanned again. Captions are compared once more whenever they are read, and pixels if
+``data.verify`` is ``full`` (`bytes.Bytes`).
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 INDEX_AGAIN = "take the folder away and run 'mclclip index' again"
 _KEYS_AT_ONCE = 65_536
 Integers = npt.NDArray[np.int64]
-_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # what int() reads quickly and text shows
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # short, and written as str() would
 
 
 @dataclass(frozen=True)
 class Shard:
     """One tar shard: its samples are rows [start, stop) of the index.
 
-    ``path`` may be a url. ``digest`` is that of its scan; it is empty until then.
-    ``tag`` is a url's ETag, or what its store tells instead; paths have none. ``subset`` is the
-    digest of the uids that its samples were chosen by.
-    ``name`` stands in the keys of its samples, ``source/name/key``, where keys start again in every
-    shard; it is the end of the path.
+    path      a path or a url
+    captions  where its captions are, as ``data.sources.NAME.captions`` says
+    digest    the digest of its scan; empty before the scan
+    tag       the ETag of a url, or the time of its last change; empty for a path
+    subset    the digest of the uids that its samples were filtered by; empty without a filter
+    name      the end of the path, if keys start again in every shard of a source: keys of its
+              samples are then ``source/name/key``; empty if they are ``source/key``
     """
 
     path: str
@@ -85,20 +87,20 @@ class Shard:
 
     @property
     def folder(self) -> str:
-        """Where its name begins in its path."""
+        """The part of its path before its name."""
         return stem_of(self.path).removesuffix(self.name)
 
     @property
     def stored(self) -> StoredFile:
-        """Where it is read."""
+        """The file or url that it is read from."""
         return StoredFile(self.path, self.size_bytes, self.tag)
 
     def describe(self, directory: Path) -> str:
-        """Its path, its source and the index in ``directory``, for messages."""
+        """Names it for messages: 'shard /data/00001.tar of source web in run/index'."""
         return f"shard {printable(self.path)} of source {self.source} in {directory}"
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; attributes, tag, subset and name only where there are some."""
+        """Returns its fields; attributes, tag, subset and name only if they are not empty."""
         fields = dataclasses.asdict(self)
         rare = ("attributes", "tag", "subset", "name")
         return {k: v for k, v in fields.items() if v or k not in rare}
@@ -108,15 +110,14 @@ class Shard:
 
 
 def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:
-    """Writes ``shards.json``, ``attributes.json`` and ``samples.arrow``, each atomically; returns
-    the digest.
+    """Writes ``shards.json``, ``attributes.json`` and ``samples.arrow``, each atomically.
 
     ``shards.json`` is written first: if the process is killed in between, the next run keeps its
-    order of shards. The digest covers the ordered keys, the samples without a caption if there are
-    any (plans depend on them too), and the values of attributes if there are any.
+    order of shards. Returns the digest of the ordered keys, of the samples without a caption (plans
+    depend on them too), and of the values of attributes, where there are any.
     """
-    kept = (replace(shard, path=_to_keep(shard.path, directory)) for shard in shards)
-    write_json(directory / SHARDS, [shard.to_json() for shard in kept])
+    movable = (replace(shard, path=_to_relative(shard.path, directory)) for shard in shards)
+    write_json(directory / SHARDS, [shard.to_json() for shard in movable])
     table, values = to_codes(table)
     if values:
         write_json(directory / ATTRIBUTES, values)
@@ -136,18 +137,18 @@ def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> s
 
 
 def read_table(directory: Path) -> pa.Table:
-    """The rows that ``write_tables`` was given; memory-mapped, but for attributes."""
+    """Reads the rows that ``write_tables`` wrote; memory-mapped, except attributes."""
     return to_text(map_table(directory), read_values(directory))
 
 
 def map_table(directory: Path) -> pa.Table:
-    """``samples.arrow``, memory-mapped, with codes for attributes."""
+    """Maps ``samples.arrow``, which has codes for the values of attributes."""
     with pa.memory_map(str(directory / SAMPLES)) as source:
         return pa.ipc.open_file(source).read_all()
 
 
 def read_shards(directory: Path) -> list[Shard]:
-    """``shards.json`` in order; empty where there is none."""
+    """Reads ``shards.json``; returns an empty list if there is none."""
     path = directory / SHARDS
     with damaged_if_unreadable(path, INDEX_AGAIN):
         entries = read_json(path) if path.exists() else []
@@ -158,35 +159,35 @@ def read_shards(directory: Path) -> list[Shard]:
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
                 raise ValueError(f"the rows of {printable(shard.path)} do not follow those before")
-    return [replace(shard, path=_to_read(shard.path, directory)) for shard in shards]
+    return [replace(shard, path=_from_relative(shard.path, directory)) for shard in shards]
 
 
-def _to_keep(path: str, directory: Path) -> str:
-    """The path of a shard as the index keeps it: one below the run is relative to the index, so
-    that the run can be moved."""
+def _to_relative(path: str, directory: Path) -> str:
+    """Makes a path below the run relative to the index, so that the run can be moved."""
     index = os.path.abspath(directory)
     below = path.startswith(os.path.dirname(index) + os.sep)
     return os.path.relpath(path, index) if below else path
 
 
-def _to_read(path: str, directory: Path) -> str:
-    """The inverse of ``_to_keep``."""
+def _from_relative(path: str, directory: Path) -> str:
+    """The inverse of ``_to_relative``."""
     if not path.startswith(os.pardir + os.sep):
         return path
     return os.path.normpath(os.path.join(os.path.abspath(directory), path))
 
 
 def read_values(directory: Path) -> dict[str, list[str]]:
-    """``attributes.json``, the sorted values by name; empty where there is none."""
+    """Reads ``attributes.json``: the sorted values of each attribute; empty if there is none."""
     path = directory / ATTRIBUTES
     values: dict[str, list[str]] = read_json(path) if path.exists() else {}
     return values
 
 
 def to_codes(table: pa.Table) -> tuple[pa.Table, dict[str, list[str]]]:
-    """The table with int32 codes (-1: no value) for its columns of text, and the values by name.
+    """Replaces the texts of attributes by int32 codes; returns the table, and the values by name.
 
-    The code is a value's place among the sorted values; whole numbers go first, by their size.
+    A code is the value's place among the sorted values (-1: no value). Whole numbers come first, by
+    their size.
     """
 
     def sort_key(value: str) -> tuple[int, int, str]:
@@ -198,12 +199,12 @@ def to_codes(table: pa.Table) -> tuple[pa.Table, dict[str, list[str]]]:
         text = column.unify_dictionaries().combine_chunks() if len(column) else pa.array([], TEXT)
         text = text.chunk(0) if isinstance(text, pa.ChunkedArray) else text
         indices: npt.NDArray[np.int32] = text.indices.fill_null(-1).to_numpy()
-        known = text.dictionary.to_pylist()
+        texts = text.dictionary.to_pylist()
         used = np.unique(indices[indices >= 0])  # rows with the other values may have been removed
-        order = sorted(used.tolist(), key=lambda place: sort_key(known[place]))
-        codes = np.full(len(known) + 1, -1, np.int32)  # the last one is that of index -1
+        order = sorted(used.tolist(), key=lambda place: sort_key(texts[place]))
+        codes = np.full(len(texts) + 1, -1, np.int32)  # the last one is for index -1
         codes[order] = np.arange(len(order), dtype=np.int32)
-        values[name] = [known[place] for place in order]
+        values[name] = [texts[place] for place in order]
         field = pa.field(ATTRIBUTE + name, pa.int32())
         table = table.set_column(number, field, pa.array(codes[indices]))
     return table, values
@@ -236,14 +237,14 @@ def scan_shards(
     pixels: bool = False,
     filters: Mapping[str, ShardFilter] | None = None,
 ) -> Generator[ShardScan, None, None]:
-    """Yields the scans of the shards, in their order, by up to ``options.index_workers`` processes.
+    """Scans shards in up to ``options.index_workers`` processes; yields the scans in order.
 
-    ``filters``: those of sources, by name. Digests of scans do not depend on them.
+    ``filters`` choose samples of some sources, by the source's name. Digests do not depend on them.
     """
-    filled = _with_metadata(shards, filters or {}, options.remote)
+    by_shard = _with_metadata(shards, filters or {}, options.remote)
     calls = [
-        (s.stored, s.source, s.captions, s.attributes, pixels, options.remote, chosen)
-        for s, chosen in zip(shards, filled, strict=True)
+        (s.stored, s.source, s.captions, s.attributes, pixels, options.remote, subset)
+        for s, subset in zip(shards, by_shard, strict=True)
     ]
     return map_in_pool(scan_shard, calls, options.index_workers)
 
@@ -251,7 +252,7 @@ def scan_shards(
 def _with_metadata(
     shards: Sequence[Shard], filters: Mapping[str, ShardFilter], remote: RemoteOptions | None
 ) -> list[ShardFilter | None]:
-    """The filter of each shard, with the place of the parquet beside it."""
+    """Returns the filter of each shard, with the parquet beside the shard if there is one."""
     paths = [metadata_path(shard.path) for shard in shards if shard.source in filters]
     parquets = iter(Remote(remote).stat(paths, missing_urls=True))
     return [
@@ -261,34 +262,32 @@ def _with_metadata(
 
 
 def times_of(shards: Sequence[Shard]) -> dict[str, int]:
-    """When each file was last changed, in nanoseconds, by path; urls have tags instead."""
+    """Returns the time of each file's last change, in nanoseconds, by path; urls have none."""
     paths = [shard.path for shard in shards if protocol_of(shard.path) is None]
     return {path: os.stat(path).st_mtime_ns for path in paths}
 
 
 def note_times(directory: Path, times: dict[str, int]) -> None:
-    """Adds to the times of shards that are known to be those of the index in ``directory``."""
-    known = _read_times(directory) | times
-    kept = {_to_keep(path, directory): time for path, time in known.items()}
-    write_json(Path(directory) / TIMES, {"times": kept})
+    """Adds ``times`` to the noted times of shards whose content is that of the index."""
+    all_times = (_read_times(directory) | times).items()
+    noted = {_to_relative(path, directory): time for path, time in all_times}
+    write_json(Path(directory) / TIMES, {"times": noted})
 
 
 def _read_times(directory: Path) -> dict[str, int]:
     path = Path(directory) / TIMES
     try:
-        kept: dict[str, int] = read_json(path)["times"]
-        times = {_to_read(name, Path(directory)): time for name, time in kept.items()}
+        noted: dict[str, int] = read_json(path)["times"]
+        return {_from_relative(name, Path(directory)): time for name, time in noted.items()}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}  # then every shard is scanned
-    return times
 
 
 def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) -> None:
-    """Compares the shards with what was indexed into ``directory``; call it on one rank.
+    """Compares the shards with the index in ``directory``; call it on one rank.
 
-    Raises FileNotFoundError where one is missing and ValueError where one has another size, tag, or
-    other members, captions or attributes; the message names it; OSError where a store does not
-    answer.
+    Raises FileNotFoundError for a missing shard, ValueError for one with another size, tag, or
+    other members, captions or attributes, and OSError if a store does not answer.
     """
     now = Remote(options.remote).stat([shard.path for shard in shards])
     for shard, stat in zip(shards, now, strict=True):
@@ -323,26 +322,27 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
 
 
 def join_rows(
-    known: pa.Table | None,
+    indexed: pa.Table | None,
     scanned: list[pa.RecordBatch],
     shards: Sequence[Shard],
     num_old: int,
     findings: Findings,
     options: DataConfig,
 ) -> tuple[pa.Table, list[Shard]]:
-    """The rows of known shards, then those of the scanned ones, which are the last of ``shards``;
-    and the shards, some of them with a name.
+    """Joins rows of the index with those of newly scanned shards, the last ones of ``shards``.
 
-    Where more than ``options.max_bad_fraction`` of a source's samples have the key of another one,
-    its shards get names, but for the first ``num_old``, whose keys are known already. Of other rows
-    with the same key the first stays; the others are counted as ``copied_sample`` or
-    ``duplicate_key``. A row has no value for attributes that only other shards have. The result has
-    one chunk per column, which zero-copy reading needs. ``scanned`` is emptied, so that a column's
-    parts go as soon as they are joined: millions of rows are never there twice. Reads the images of
-    samples with the key, size and caption of another one; raises OSError where that fails.
+    indexed  the rows of all shards before the scanned ones
+    scanned  the rows of each new shard; it is emptied, so that millions of rows are not held twice
+    num_old  number of shards that an earlier index has: the keys of their samples do not change
+
+    If more than ``options.max_bad_fraction`` of a source's samples have the key of another sample,
+    its new shards get names, which make the keys ``source/name/key``. Of other rows with the same
+    key the first stays; the rest is counted as ``copied_sample`` or ``duplicate_key``, for which
+    images are read (raises OSError if that fails). Attributes that only other shards have are null.
+    Returns the rows, with one chunk per column, which zero-copy reading needs, and the shards.
     """
-    num_known, tables = len(shards) - len(scanned), [] if known is None else [known]
-    for number, rows in enumerate(scanned, start=num_known):
+    num_indexed, tables = len(shards) - len(scanned), [] if indexed is None else [indexed]
+    for number, rows in enumerate(scanned, start=num_indexed):
         shard = pa.array(np.full(len(rows), number, np.int32))
         table = pa.Table.from_batches([rows])
         tables.append(table.add_column(len(ROW), SCHEMA.field("shard"), shard))
@@ -354,7 +354,7 @@ def join_rows(
         table = table.set_column(number, field, joined)
     if not len(table):
         return table, [*shards]
-    scanned_names = {n: s.name for n, s in enumerate(shards) if s.name and n >= num_known}
+    scanned_names = {n: s.name for n, s in enumerate(shards) if s.name and n >= num_indexed}
     table = _with_names(table, shards, scanned_names)
     first = _first_rows(table["key"].chunk(0))
     if (first < np.arange(len(first))).any():
@@ -371,7 +371,10 @@ def join_rows(
 def _are_copies(
     table: pa.Table, rows: Integers, first: Integers, reader: ShardReader
 ) -> npt.NDArray[np.bool_]:
-    """Returns whether samples are those of ``first`` once more: of the same image and caption."""
+    """Returns for each of the ``rows`` if it has the image and caption of the row ``first[row]``.
+
+    bool [len(rows)]. Images are read and compared only if their sizes and captions are equal.
+    """
     size, text = table["image_size"].to_numpy(), table[TEXT_CRC].to_numpy()
     shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
     others = first[rows]
@@ -380,8 +383,8 @@ def _are_copies(
         pair = (rows[place], others[place])
         ranges = [(int(shard[row]), int(offset[row]), int(size[row])) for row in pair]
         reader.prefetch(ranges)
-        one, other = (reader.read(*each) for each in ranges)
-        same[place] = one == other
+        image, other = (reader.read(*each) for each in ranges)
+        same[place] = image == other
     return same
 
 
@@ -393,7 +396,10 @@ def _new_names(
     reader: ShardReader,
     bound: float,
 ) -> dict[int, str]:
-    """By their numbers, the names of shards whose source has more repeated keys than the bound."""
+    """Returns names for the shards of sources with a larger share of repeated keys than ``bound``.
+
+    The names are by the numbers of the shards. ``first`` is the result of `_first_rows`.
+    """
     shard = table["shard"].to_numpy()
     repeated = np.flatnonzero(shard[first] != shard)
     lost = shard[repeated[~_are_copies(table, repeated, first, reader)]]
@@ -411,12 +417,12 @@ def _new_names(
 
 
 def stem_of(path: str) -> str:
-    """A path or url without its suffix; a url also without its query, which may be a secret."""
+    """Returns a path or url without '.tar'; of a url without its query, which may be a secret."""
     return (path if protocol_of(path) is None else path.partition("?")[0]).removesuffix(".tar")
 
 
 def _with_names(table: pa.Table, shards: Sequence[Shard], names: Mapping[int, str]) -> pa.Table:
-    """The table with keys ``source/name/key`` for shards that get names, by their numbers."""
+    """Changes keys to ``source/name/key`` in the shards that have ``names``, by their numbers."""
     if not names:
         return table
     keys, parts = table["key"].chunk(0), []
@@ -445,9 +451,9 @@ def _without_repeated(
 
 
 def _first_rows(keys: pa.Array) -> Integers:
-    """int64 [N]: the first row with the same key, which is the row itself where there is none.
+    """Returns for each row the first row with the same key, int64 [N]; it may be the row itself.
 
-    Keys of the same 64-bit hash are compared, so that of all keys hashes alone are held.
+    To save memory, keys are held as 64-bit hashes; only those of equal hashes are compared.
     """
     from pandas.util import hash_array
 
@@ -457,9 +463,9 @@ def _first_rows(keys: pa.Array) -> Integers:
         hashes[start : start + len(some)] = hash_array(some, categorize=False)
     ordered = np.sort(hashes)
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    found = np.arange(len(keys))
+    first = np.arange(len(keys))
     alike = np.flatnonzero(np.isin(hashes, several)) if len(several) else several.astype(np.int64)
     codes = keys.take(pa.array(alike)).dictionary_encode().indices.to_numpy()
     # Codes are given in order of first appearance.
-    found[alike] = alike[np.unique(codes, return_index=True)[1][codes]] if len(codes) else alike
-    return found
+    first[alike] = alike[np.unique(codes, return_index=True)[1][codes]] if len(codes) else alike
+    return first

@@ -1,28 +1,28 @@
-"""Labels and weights of samples: pseudo labels, which group them, classes, which they are positive
-for, and weights, how often an epoch draws them.
+"""Labels and weights of samples.
+
+Pseudo labels group the samples. Classes say of which class centers, or of which other samples, a
+sample is a positive. Weights say how often an epoch draws a sample.
 
 A pseudo label is a mixed-radix number whose digits are the cluster labels of stages 0, 1, ...; its
-prefix of length L consists of the labels of the first L stages. -1 marks a sample that no plan uses
-(an undecodable one) and stays -1 everywhere.
+prefix of length L has the labels of the first L stages. -1 marks a sample that no plan uses, such
+as an undecodable one, and stays -1 everywhere.
 
-A sample has a weight of its own and one of its source. Their product is the number of times that an
-epoch is expected to draw the sample: 1 is the same as without weights, 0 leaves it out. With
-``per_epoch`` all weights are multiplied so that an epoch has that many draws (a "virtual epoch").
+The weight of a sample is the product of its number in the file of weights and the weight of its
+source. An epoch draws a sample of weight w on average w times: 1 is the same as without weights,
+and 0 leaves it out. ``per_epoch`` scales all weights so that an epoch has that many draws.
 
-A group of n draws cuts the sum W of its samples' weights into n equal pieces and draws the sample
-that lies at one random point of each: systematic sampling (Madow, 1949), for which a sample's
-expected number is exactly its share of the n draws, and nothing is stored per epoch. All pieces of
-a run of 64 have their point at the same place, so that a sample comes floor(w) or ceil(w) times; a
-new place for every run lets neighbours in the list come together, and a sample that lies across the
-border of two runs may come once more or less.
+Draws are systematic samples (Madow, 1949). Put the samples of a group in a line, each as long as
+its weight, and cut the line into n equal pieces: one random point of each piece is a draw. So a
+sample's expected number of draws is exactly its share of the n draws, and nothing is stored per
+epoch. The pieces of a run of 64 have their points at the same place within the piece, so that a
+sample is drawn floor(w) or ceil(w) times, or, across the border of two runs, once more or less.
+Every run has another place, so that neighbours in the line are not always drawn apart.
 
-n is the same in every epoch: W rounded, where what one group loses the next one gains, and at least
-1, so that every sample comes at times. Groups of few draws are therefore drawn from more or less
-often than their weights say, by half a draw or, where the weights add up to less than one, by up to
-a whole one.
+n is the same in every epoch: the sum of the group's weights, rounded so that the total is kept, and
+at least 1, so that every sample is drawn at times. Small groups are therefore drawn from up to half
+a draw more or less often than their weights say, and up to one more if these sum to less than one.
 
-Weights are held as whole numbers of 1/65,536: their sums are exact, and so equal in whatever order
-they are taken.
+Weights are held as whole numbers of 1/65,536, so that their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -45,21 +45,18 @@ from mclclip.util.files import digest_array, digest_json
 from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
-_AT_ONCE = 2**20  # samples that are hashed, or whose weights are read, at once
+_AT_ONCE = 2**20  # samples whose weights are read at once
 WEIGHT_UNIT = 2**16
 MOST_WEIGHT = 10_000.0
-"""The largest weight."""
 _RUN = 64  # consecutive draws of a group that share their random number
 _MAX_LABEL = int(np.iinfo(np.int64).max)
 
 
 def label_space(radices: Sequence[int]) -> int:
-    """Number of possible labels: the product of the radices (Eq. 4's K^j), 1 for none.
+    """Returns the number of possible labels: the product of the radices (Eq. 4's K^j), 1 for none.
 
-    Raises ValueError for a radix below 1 and where int64 could not hold the labels.
+    Raises ValueError if int64 could not hold the labels.
     """
-    if any(radix < 1 for radix in radices):
-        raise ValueError(f"radices are {tuple(radices)}: wanted at least 1 cluster in every stage")
     space = math.prod(int(radix) for radix in radices)
     if space > _MAX_LABEL:
         raise ValueError(
@@ -70,11 +67,11 @@ def label_space(radices: Sequence[int]) -> int:
 
 
 def check_labels(labels: np.ndarray, num_labels: int, name: str) -> None:
-    """Raises ValueError where labels are not integers [N] in [-1, num_labels). Copies nothing."""
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(
-            f"{name} have shape {labels.shape} and type {labels.dtype}: wanted integers [N]"
-        )
+    """Raises ValueError if integers [N] are not in [-1, num_labels). Copies nothing.
+
+    ``name`` begins the message, such as 'pseudo labels'.
+    """
+    assert labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer), name
     if labels.size and (labels.min() < -1 or labels.max() >= num_labels):
         raise ValueError(
             f"{name} run from {labels.min()} to {labels.max()}: wanted -1 (outside) to "
@@ -87,14 +84,13 @@ def combine_stages(
     radices: Sequence[int],
     mode: LabelMode = "prefix",
 ) -> tuple[Integers, tuple[int, ...]]:
-    """The pseudo labels of a stage from the cluster labels [N] of all stages before it.
+    """Combines the cluster labels [N] of all earlier stages to pseudo labels int64 [N].
 
-    "prefix" is the paper's Eq. 2 (MCL): sum over s of y_s times the radices after s, a bijection of
-    the tuple (y_0, ..., y_{j-1}). "last" is y_{j-1} alone, which is what the authors' released
-    code computes. In both modes a sample that lacks a label (-1) in any stage gets -1, so that the
-    two modes train on the same samples. Returns (int64 [N], the radices of the result).
-    There is at least one stage, and all are of one index (``SampleIndex.manifest_of``). Raises
-    ValueError for values that do not fit, and where int64 would overflow.
+    Mode "prefix" is the paper's Eq. 2 (MCL): the sum over s of y_s times the radices after s, which
+    numbers the tuples (y_0, ..., y_{j-1}). Mode "last" is y_{j-1} alone, as in the authors'
+    released code. In both modes a sample without a label (-1) in any stage gets -1, so that both
+    train on the same samples. Also returns the radices of the result. Raises ValueError for labels
+    beyond their radix, and if int64 would overflow.
     """
     used = tuple(int(radix) for radix in radices)
     label_space(used[-1:] if mode == "last" else used)
@@ -114,19 +110,19 @@ def combine_stages(
 def truncate(
     labels: npt.NDArray[np.integer], radices: Sequence[int], prefix_length: int
 ) -> Integers:
-    """Cuts labels to their first prefix_length stages: int64 of labels' shape; -1 stays -1.
+    """Cuts labels to those of their first ``prefix_length`` stages; -1 stays -1.
 
-    Length 0 puts all samples into one group 0; the full length returns the labels.
+    The result is int64 of the same shape. For length 0 it is 0 for all samples.
     """
-    if not 0 <= prefix_length <= len(radices):
-        raise ValueError(f"prefix_length is {prefix_length}: wanted 0 to {len(radices)}")
     divisor = label_space(radices[prefix_length:])
     return np.asarray(labels, dtype=np.int64) // divisor  # floors, so that -1 stays -1
 
 
 def size_statistics(sizes: npt.NDArray[np.integer]) -> dict[str, float]:
-    """Statistics of group sizes [G], empty ones ignored: num_groups, smallest, median, largest,
-    max_share of one group, effective_groups = e^H with H the entropy of the shares.
+    """Returns statistics of the sizes [G] of groups; empty groups do not count.
+
+    These are num_groups, smallest, median, largest, max_share (of the largest group) and
+    effective_groups, which is e^H, H being the entropy of the groups' shares.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     sizes = sizes[sizes > 0]
@@ -146,8 +142,9 @@ def size_statistics(sizes: npt.NDArray[np.integer]) -> dict[str, float]:
 
 
 def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) -> dict[str, Any]:
-    """size_statistics of the labels [N], for a manifest: JSON-able, with the number of samples
-    inside and outside (-1) and the label space.
+    """Returns `size_statistics` of the groups of labels [N], and more counts for a manifest.
+
+    These are the numbers of samples with and without (-1) a label, and of possible labels.
     """
     inside = labels[labels >= 0]
     return {
@@ -160,18 +157,16 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
 
 
 def ami(a: np.ndarray, b: np.ndarray) -> float:
-    """Adjusted mutual information of two labellings [N], 1 for equal up to renaming, near 0 for
-    independent ones (scikit-learn, arithmetic mean; MCL, Table 11).
+    """Returns the adjusted mutual information of two labellings [N] (MCL, Table 11).
 
-    Rows that are -1 in either are left out. Raises ValueError where lengths differ or no row is
+    It is 1 if they are equal up to renaming, and near 0 if they are independent (scikit-learn's,
+    with the arithmetic mean). Rows with -1 in either do not count. Raises ValueError if none is
     left.
     """
     # Imported here: scikit-learn takes a second.
     from sklearn.metrics import adjusted_mutual_info_score
 
     a, b = np.asarray(a), np.asarray(b)
-    if a.shape != b.shape:
-        raise ValueError(f"ami: the labellings have shapes {a.shape} and {b.shape}: wanted one")
     both = (a >= 0) & (b >= 0)
     if not both.any():
         raise ValueError(f"ami: none of the {len(a):,} samples has a label in both labellings")
@@ -181,9 +176,9 @@ def ami(a: np.ndarray, b: np.ndarray) -> float:
 def read_pseudo_labels(
     directory: Path, index: SampleIndex
 ) -> tuple[np.ndarray, tuple[int, ...], str]:
-    """Pseudo labels int64 [N] in index order, their radices, and their digest.
+    """Reads pseudo labels int64 [N] in index order; returns also their radices and their digest.
 
-    Raises RuntimeError where they were made from another index, or their file has another size.
+    Raises RuntimeError if they were made of another index, or their file has another size.
     """
     manifest = artifacts.read_manifest(directory, "pseudo_labels")
     manifest.check(directory)
@@ -197,7 +192,7 @@ def read_pseudo_labels(
 
 
 def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
-    """The labels, permuted at random among the samples that have one; group sizes do not change."""
+    """Permutes labels at random among the samples that have one, so that group sizes stay."""
     permuted = labels.copy()
     labelled = np.flatnonzero(labels >= 0)
     permuted[labelled] = np.random.default_rng([seed, stage, 1]).permutation(labels[labelled])
@@ -205,12 +200,12 @@ def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
 
 
 class ClassLabels:
-    """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
+    """The clusters of samples as classes: the ``labels_per_sample`` nearest ones of each.
 
-    With ``threshold`` only those of at least this similarity, and the nearest in any case. Arrays
-    are memory-mapped. Raises RuntimeError where the clusters are those of another index, or their
-    files have other sizes than they were written with or do not fit each other, and ValueError
-    where fewer clusters per sample are stored.
+    ``directory`` is the artifact of the clusters. With a ``threshold`` clusters of less similarity
+    do not count, except the nearest one. Arrays are memory-mapped. Raises RuntimeError if the
+    clusters were made of another index or a file has another size, and ValueError if fewer clusters
+    per sample are stored.
     """
 
     def __init__(
@@ -231,10 +226,6 @@ class ClassLabels:
                 "--force' after 'mclclip index'"
             )
         stored = manifest.config["cluster"]["labels_per_sample"]
-        for array in self._arrays:
-            self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
-        centroids = self.centroids()
-        self._check(len(centroids) == self.num_classes, f"{len(centroids):,} centroids")
         if stored < labels_per_sample:
             raise ValueError(
                 f"clusters at {directory} have {stored} labels per sample, wanted "
@@ -243,27 +234,18 @@ class ClassLabels:
             )
 
     def centroids(self) -> npt.NDArray[np.float32]:
-        """[K, D], memory-mapped."""
+        """Returns the centroids [K, D], memory-mapped."""
         return open_npy(self.directory / "centroids.npy", "cluster")
 
     def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """int64 [n, l]: the classes of these samples; -1 where there is none."""
+        """Returns the classes of samples, int64 [n, l]; -1 where there is none."""
         of_labels, similarities = self._arrays
         labels = of_labels[sample_ids, : self.labels_per_sample].astype(np.int64)
-        most = labels.max(initial=-1)
-        self._check(most < self.num_classes, f"a label {most:,}")
         if self.threshold is not None:
             near = similarities[sample_ids, : self.labels_per_sample] >= self.threshold
             near[:, 0] = True
             labels[~near] = -1
         return labels
-
-    def _check(self, fits: bool, what: str) -> None:
-        if not fits:
-            raise RuntimeError(
-                f"clusters at {self.directory} hold {what}, and their manifest tells of "
-                f"{self.num_classes:,} clusters: run 'mclclip cluster --force' to make them again"
-            )
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -279,7 +261,7 @@ class ClassLabels:
 
 
 class AttributeClasses:
-    """The values of an attribute as classes, one per sample; read as ``ClassLabels`` are.
+    """The values of an attribute as classes, one per sample; it is used as `ClassLabels` is.
 
     Raises ValueError for an attribute that the index lacks.
     """
@@ -293,11 +275,11 @@ class AttributeClasses:
         self.digest = digest_json({"index": index.digest, "attribute": name})
 
     def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """int64 [n, 1]: the classes of these samples; -1 where there is no value."""
+        """Returns the classes of samples, int64 [n, 1]; -1 where there is no value."""
         return self._codes[sample_ids, None].astype(np.int64)
 
     def centroids(self) -> npt.NDArray[np.float32]:
-        """Raises RuntimeError: what starts from centroids needs clusters."""
+        """Raises RuntimeError: values of an attribute have no centroids."""
         raise RuntimeError(
             f"the classes are values of the attribute {self.name!r}, which have no centroids: "
             "start class centers from noise, or read clusters"
@@ -312,12 +294,12 @@ class AttributeClasses:
 
 @dataclass(frozen=True, eq=False)
 class SampleWeights:
-    """Weights of the samples of an index, in units of 1/65,536; nothing of size N is held.
+    """The weights of the samples of an index.
 
-    values     numbers [N] in index order, which may be memory-mapped; None: 1 for all
-    factors    float64 [shards], by which the values of a shard's samples are multiplied
-    shard_of   int32 [N], the shard of every sample
-    per_epoch  draws of an epoch, which all weights are scaled to; None: the sum of the weights
+    values     numbers [N] in index order, memory-mapped; None: 1 for all
+    factors    float64 [shards], multiply the values of each shard's samples
+    shard_of   int32 [N], the shard of every sample, memory-mapped
+    per_epoch  number of draws of an epoch; None: the sum of the weights
     """
 
     values: npt.NDArray[np.floating] | None
@@ -333,13 +315,11 @@ class SampleWeights:
         plan: PlanConfig,
         option: str,
     ) -> SampleWeights | None:
-        """The weights of an index's samples, by ``plan`` and by the sources of ``data``; None where
-        every sample weighs 1 and nothing is scaled.
+        """Opens the weights that ``plan`` and the sources of ``data`` give the samples.
 
-        option  name of the training's plan in messages, such as ``train.plan``
-        A manifest beside the file ``plan.weights`` must be of this index.
-        Raises FileNotFoundError or ValueError, one line, for a file that is not there or not of
-        this index, for numbers that are no weights, and where all are 0.
+        Returns None if every sample weighs 1 and nothing is scaled. ``option`` names the plan in
+        messages, such as 'train.plan'. Raises FileNotFoundError or ValueError if the file of
+        weights is missing or of another index, for numbers that are no weights, and if all are 0.
         """
         path, per_epoch = plan.weights, plan.samples_per_epoch
         by_source = {name: source.weight for name, source in data.sources.items()}
@@ -348,7 +328,7 @@ class SampleWeights:
             return None
         values = None if path is None else _read_weights(path, index, f"{option}.weights")
         weights = cls(values, factors, index.shard_of, per_epoch)
-        what, drawn = f"{option}.weights={path}" if path else "data.sources.NAME.weight", False
+        what, any_drawn = f"{option}.weights={path}" if path else "data.sources.NAME.weight", False
         for ids in weights._blocks():
             part = weights._plain(ids)
             if bad := np.flatnonzero(~((part >= 0) & (part <= MOST_WEIGHT))).tolist():
@@ -356,19 +336,19 @@ class SampleWeights:
                     f"{what}: the weight of sample {ids[0] + bad[0]} is {part[bad[0]]}, wanted "
                     f"numbers from 0 to {MOST_WEIGHT:,.0f}"
                 )
-            drawn = drawn or bool(part.any())
-        if not drawn:
+            any_drawn = any_drawn or bool(part.any())
+        if not any_drawn:
             raise ValueError(f"{what}: all weights are 0, so that no sample is drawn: raise some")
         return weights
 
     def _blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Ids of all samples, some at a time."""
+        """Yields the ids of all samples in blocks."""
         for start in range(0, len(self), _AT_ONCE):
             yield np.arange(start, min(start + _AT_ONCE, len(self)))
 
     @property
     def num_draws(self) -> int:
-        """Draws of an epoch from all samples, in one group."""
+        """Number of draws of an epoch if all samples are one group."""
         if self.per_epoch is not None:
             return self.per_epoch
         return int(
@@ -379,33 +359,35 @@ class SampleWeights:
         return len(self.shard_of)
 
     def _plain(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-        own = 1.0 if self.values is None else self.values[ids].astype(np.float64)
-        return np.asarray(own * self.factors[self.shard_of[ids]])
+        values = 1.0 if self.values is None else self.values[ids].astype(np.float64)
+        return np.asarray(values * self.factors[self.shard_of[ids]])
 
     def units(self, ids: npt.NDArray[np.integer]) -> Integers:
-        """int64 [n]: weights of the samples; at least 1 where a weight is above 0."""
+        """Returns weights of samples in units of 1/65,536, int64 [n]; a weight above 0 is >= 1."""
         plain = self._plain(ids)
         return np.where(plain > 0, np.maximum(np.rint(plain * WEIGHT_UNIT), 1), 0).astype(np.int64)
 
     def draws(self, units: Integers) -> Integers:
-        """int64 [G]: how often an epoch draws from groups whose weights add up to ``units`` [G]; at
-        least once from each. Raises ValueError for more draws than can be computed with."""
+        """Returns the number of draws of an epoch from each group, int64 [G], at least 1.
+
+        ``units`` [G] are the sums of the groups' weights. Raises ValueError for too many draws.
+        """
         if not len(units):
             return units
         ends = np.cumsum(units)
-        wanted = ends[-1] / WEIGHT_UNIT if self.per_epoch is None else float(self.per_epoch)
-        if wanted > MOST_DRAWS:
+        total = ends[-1] / WEIGHT_UNIT if self.per_epoch is None else float(self.per_epoch)
+        if total > MOST_DRAWS:
             raise ValueError(
-                f"an epoch would have {wanted:,.0f} draws by the weights of its samples, wanted at "
+                f"an epoch would have {total:,.0f} draws by the weights of its samples, wanted at "
                 f"most {MOST_DRAWS:,}: lower data.sources.NAME.weight or the numbers of "
                 "plan.weights, or set plan.samples_per_epoch"
             )
-        rounded = np.rint(ends * (wanted / max(ends[-1], 1))).astype(np.int64)
+        rounded = np.rint(ends * (total / max(ends[-1], 1))).astype(np.int64)
         per_group: Integers = np.maximum(np.diff(rounded, prepend=0), 1)
         return per_group
 
     def by_source(self, index: SampleIndex) -> dict[str, float]:
-        """The share of all weights that each data source of the index has, by name."""
+        """Returns each data source's share of the sum of all weights."""
         names = [shard.source for shard in index.shards]
         sums = np.zeros(len(names))
         for ids in self._blocks():
@@ -417,13 +399,13 @@ class SampleWeights:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that the draws depend on, beside the index."""
+        """Digest of everything that the draws depend on, except the index."""
         values = None if self.values is None else digest_array(self.values)
         return digest_json([values, self.factors.tolist(), self.per_epoch])
 
 
 def _read_weights(file: str, index: SampleIndex, option: str) -> npt.NDArray[np.floating]:
-    """The numbers of the file, memory-mapped."""
+    """Opens the file of weights, memory-mapped; ``option`` names it in messages."""
     path = Path(file).expanduser()
     try:
         values = open_given_npy(path, "numbers")
@@ -431,26 +413,28 @@ def _read_weights(file: str, index: SampleIndex, option: str) -> npt.NDArray[np.
         raise type(error)(f"{option}: {error}") from None
     if values.dtype.kind not in "fiub":
         raise ValueError(f"{option}: {path} is no .npy file of numbers: it holds {values.dtype}")
-    made = artifacts.made_of(path.parent).get("inputs", {}).get("index", index.digest)
-    if values.shape != (len(index),) or made != index.digest:
+    digest = artifacts.read_identity(path.parent).get("inputs", {}).get("index", index.digest)
+    if values.shape != (len(index),) or digest != index.digest:
         raise ValueError(
             f"{option}: {path} has shape {values.shape}, the index has {len(index):,} samples"
-            f"{'' if made == index.digest else ' and other sample keys'}: give one weight for each "
-            f"sample of the index at {index.directory}, in its order"
+            f"{'' if digest == index.digest else ' and other sample keys'}: give one weight for "
+            f"each sample of the index at {index.directory}, in its order"
         )
     return values
 
 
-def drawn_rows(
+def locate_draws(
     sums: Integers, starts: Integers, draws: Integers, number: Integers, keys: npt.NDArray[Any]
 ) -> tuple[Integers, Integers]:
-    """Rows of the draws ``number`` [B], each in a group of its own choice, and their occurrence.
+    """Returns the row of each draw, int64 [B], and its occurrence.
 
-    sums    int64 [M], running sums of all rows' weights, groups after each other; memory-mapped
-    starts  int64 [B, 2]: the rows [start, stop) of each draw's group
-    draws   int64 [B]: number of draws of that group; 0 <= number < draws
-    keys    uint64 [B]: key of the group's random numbers
-    Occurrence tells draws of one row apart: int64 [B], mostly 0 to the row's weight.
+    sums    int64 [M], running sums of all rows' weights, group after group; memory-mapped
+    starts  int64 [B, 2], the rows [start, stop) of the group of each draw
+    draws   int64 [B], the number of draws of that group
+    number  int64 [B], which of them it is: 0 <= number < draws
+    keys    uint64 [B], the key of the group's random numbers
+
+    The occurrence, int64 [B], tells draws of one row apart; it is mostly 0 to the row's weight.
     """
     first, last = starts.T
     base = np.where(first > 0, sums[np.maximum(first, 1) - 1], 0)

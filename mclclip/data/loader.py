@@ -1,4 +1,4 @@
-"""Reads the items of a data set in worker processes, in order, with a limit on each item."""
+"""Reads the items of a data set in worker processes, in order, with a time limit for each item."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import start_loader_worker
 from mclclip.util.files import printable
 
-# Workers send tensors through sockets in this folder, whose paths have at most 107 characters.
+# Workers send tensors through sockets in TMPDIR; the path of a socket has at most 107 characters.
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
 
 class Loader(Generic[T]):
-    """Iterates over ``dataset[item]`` for the ``items``, in order, read by ``num_workers``
-    processes (0: by this one).
+    """Iterates over ``dataset[item]`` for the ``items``, in order.
 
-    ``describe(item)`` names an item and the keys of its samples, for an error. With ``batched`` an
-    item is a list, of which the data set returns all at once. ``pin_memory`` is DataLoader's. With
-    ``fresh`` workers start as fresh processes, not as forks: urls cannot be read in a fork
-    (`mclclip.util.stores`). Iterating raises LostWorker where a worker was ended from outside, and
-    where an item does not come within ``timeout_s``; nothing limits the reading of this process
-    itself. Raises ValueError where the path of TMPDIR is too long for workers.
+    num_workers  number of processes that read; 0: this process reads, without a time limit
+    timeout_s    longest time to wait for an item
+    describe     returns a name of an item and the keys of its samples, for error messages
+    batched      an item is a list, which the data set reads at once
+    pin_memory   as for DataLoader
+    fresh        workers are started anew, not forked: urls cannot be read in a fork
+                 (`mclclip.util.stores`)
+
+    Iterating raises LostWorker if a worker was killed, or an item does not come in time. Raises
+    ValueError if the path of TMPDIR is too long for workers.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class Loader(Generic[T]):
                 "reading processes leave it: set a shorter one, or data.num_workers=0"
             )
         self._in_file = _InFile(dataset) if fresh and num_workers else None
-        one: dict[str, Any] = {"batch_size": None, "sampler": items}
-        many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
+        one_by_one: dict[str, Any] = {"batch_size": None, "sampler": items}
+        as_lists: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
         self._loader: DataLoader[Any] = DataLoader(
             self._in_file or dataset,
             num_workers=num_workers,
@@ -69,7 +72,7 @@ class Loader(Generic[T]):
             pin_memory=pin_memory,
             persistent_workers=False,
             multiprocessing_context="spawn" if self._in_file else None,
-            **(many if batched else one),
+            **(as_lists if batched else one_by_one),
         )
 
     def __len__(self) -> int:
@@ -80,23 +83,26 @@ class Loader(Generic[T]):
             source, workers = self._start()
             for item in self.items:
                 late: list[object] = []
-                # torch's limit does not hold while it takes the batch of a stopped worker.
+                # torch's own limit does not hold while it receives from a worker that stopped.
                 timer = threading.Timer(2 * self.timeout_s, _give_up, (workers, late))
                 try:
                     if workers:
                         timer.start()
                     batch = next(source)
                 except (RuntimeError, ConnectionError, EOFError) as error:
-                    told = RuntimeError(failures.LATE_WORKER) if late else error
-                    raise self._name(told, item) from error
+                    cause = RuntimeError(failures.LATE_WORKER) if late else error
+                    raise self._name(cause, item) from error
                 finally:
                     timer.cancel()
                 yield batch
-            next(source, None)  # the loader's own end, which ends its workers
+            next(source, None)  # reaches the end of torch's loader, which ends its workers
 
     def _start(self) -> tuple[Iterator[Any], list[multiprocessing.process.BaseProcess]]:
-        """Returns the loader's iterator and its workers, which start with signals blocked, so that
-        a signal to the whole job ends none before it ignores them."""
+        """Starts the workers; returns the loader's iterator and the workers.
+
+        Signals are blocked meanwhile, so that a signal to the whole job does not end a worker
+        before it ignores signals.
+        """
         if self._in_file:
             resource_tracker.ensure_running()  # starting it would unblock signals
         before = set(multiprocessing.active_children())
@@ -106,17 +112,17 @@ class Loader(Generic[T]):
         except BaseException:
             _kill(set(multiprocessing.active_children()) - before)
             raise
-        # They ignore the SIGTERM that Python sends at exit, and it would wait for them for ever.
+        # Workers ignore the SIGTERM that Python sends at exit, and it would wait for ever.
         workers = getattr(source, "_workers", [])
         multiprocessing.util.Finalize(source, _end, [workers], exitpriority=1)
-        for worker in workers:  # torch notices the end of those alone that live here
+        for worker in workers:  # torch notices the end only of workers that are alive here
             if not worker.is_alive():
                 error = RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly")
                 raise self._name(error, self.items[0])
         return source, workers
 
     def _name(self, error: Exception, item: Any) -> Exception:
-        """The error with the item that was waited for, where it is of a lost worker."""
+        """Returns the error, or if a worker was lost a LostWorker that names the awaited item."""
         if isinstance(error, ConnectionError | EOFError):  # killed while it sent a batch
             error = RuntimeError("DataLoader worker (pid 0) exited unexpectedly")
         what, keys = self.describe(item)
@@ -130,11 +136,11 @@ class Loader(Generic[T]):
 
 
 class _InFile(Dataset[Any]):
-    """A data set that fresh processes read from a file, which is there within the block.
+    """A data set that fresh processes unpickle from a file; the file exists within the block.
 
-    Python writes what a process starts from into a pipe, and where that is more than the pipe
-    takes it would wait for ever for a process that was killed. The file has no name in a folder,
-    where a process that is killed would leave it: others open it by the number that it has here.
+    Python sends the data set through a pipe otherwise; if it is larger than the pipe and the
+    process is killed, Python waits for ever. The file has no name, so that a killed process leaves
+    none behind: others open it by its number in this process.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:

@@ -1,8 +1,8 @@
 """A table of where samples lie: in the shards of their index, or in those of ``relocate``.
 
-``mclclip relocate`` copies samples into shards in the order of a stage's groups, so that those of a
-batch lie close together, and writes a table that says where each sample is now. Ids, keys, labels
-and batches are those of the index in either case; only the places of bytes differ.
+``mclclip relocate`` copies samples into new shards in the order of a stage's groups, so that the
+samples of a batch lie close together, and writes a table that says where each sample is now. Ids,
+keys, labels and batches stay those of the index; only the places of bytes differ.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from mclclip.util.files import printable
 
 Integers = npt.NDArray[np.int64]
 PICTURE, CAPTION = 0, 1
-"""Members of a sample, which are rows of its entry in the table."""
+"""The members of a sample; each is a row of its entry in the table."""
 KIND, TABLE = "relocated", "locations.npy"
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard that ``relocate`` writes."""
+    """Returns the name of a shard that ``relocate`` writes, such as '00007.tar'."""
     return f"{number:05d}.tar"
 
 
 class Locations:
-    """The place of every sample's picture, and of the member with its captions.
+    """The places of every sample's picture, and of the member with its captions.
 
-    files      the shards of the index, and behind them those of ``relocate``
-    directory  holds the table that ``relocate`` wrote; None: samples lie where they were indexed
+    files      the shards of the index, followed by those of ``relocate``
+    directory  the folder of the table of ``relocate``; None: samples lie in the index's shards
 
-    It pickles without the table, which each process maps.
+    It pickles without the table; each process maps it.
     """
 
     def __init__(
@@ -55,12 +55,11 @@ class Locations:
         url: str | None = None,
         remote: RemoteOptions | None = None,
     ) -> Locations:
-        """Opens what ``relocate`` wrote to ``directory``. Its shards are read there, or at the
-        ``url`` that they were uploaded to.
+        """Opens the table that ``relocate`` wrote to ``directory``.
 
-        Raises FileNotFoundError where the copies are not there, or a shard is missing, RuntimeError
-        where they are of another index, or a shard has another size, and OSError where a store does
-        not answer.
+        Its shards are read there, or at the ``url`` that they were uploaded to. Raises
+        FileNotFoundError if the table or a shard is missing, RuntimeError if it is of another index
+        or a shard has another size, and OSError if a store does not answer.
         """
         manifest = index.manifest_of(directory, KIND)
         manifest.check(directory, TABLE)
@@ -80,19 +79,19 @@ class Locations:
 
     @cached_property
     def table(self) -> Integers | None:
-        """int64 [N, 2, 4], memory-mapped: what ``of`` returns for all samples."""
+        """int64 [N, 2, 4], memory-mapped: the places of all samples, as ``of`` returns them."""
         return None if self.directory is None else open_npy(self.directory / TABLE, "relocate")
 
     @property
     def source(self) -> str:
-        """The folder or url that copies are read from, without secrets."""
+        """The folder or url of the shards of ``relocate``, without secrets."""
         return printable(self.files[-1].path.rpartition("/")[0])
 
     def of(self, sample_ids: Integers) -> Integers:
-        """int64 [n, 2, 4]: for picture and captions of each sample the number of the file, offset,
-        size (0: there are no captions) and CRC-32 (-1: it was not computed).
+        """Returns the places of samples, int64 [n, 2, 4].
 
-        Raises RuntimeError, one line, for a row that no file could have.
+        They are, for picture and captions of each sample: the number of the file, offset, size (0:
+        no captions) and CRC-32 (-1: not computed). Raises RuntimeError for an impossible row.
         """
         if self.table is None:
             places = self._of_index(sample_ids)

@@ -1,10 +1,10 @@
-"""The embedded demo data: small rendered pictures, their captions, and minimal pairs.
+"""Renders the data of the demo: small pictures, their captions, and minimal pairs.
 
-Every picture has seven independent attributes. Its caption names each attribute with a certain
-probability, as web captions do: background and colour nearly always, shape and count seldom. The
-often-named attributes alone nearly identify each picture of a batch, so a CLIP model trained on
-them has little reason to learn the others. Minimal pairs, two pictures that differ in one attribute
-only, show which attributes a model sees. Everything is a pure function of the seed.
+Every picture has seven independent attributes. Its caption names each with a certain probability,
+as web captions do: background and colour nearly always, shape and count seldom. The attributes that
+are often named nearly identify each picture of a batch, so that a CLIP model trained on them has
+little reason to learn the others. Minimal pairs, two pictures that differ in one attribute only,
+show which attributes a model sees. Everything is a pure function of the seed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "count": ("one", "two", "three", "four"),
     "shape": ("square", "triangle", "cross", "ring"),
 }
-"""Attribute -> its values; all combinations are equally likely."""
+"""The values of each attribute; all combinations are equally likely."""
 
 MENTION_RATES: Mapping[str, float] = {
     "background": 0.95,
@@ -81,38 +81,38 @@ class Pattern:
 
 
 def draw_values(rng: np.random.Generator) -> dict[str, str]:
-    """Independent, uniform values of all attributes."""
+    """Draws values of all attributes, independently and uniformly."""
     return {name: values[rng.integers(len(values))] for name, values in ATTRIBUTES.items()}
 
 
-def caption(values: Values, named: Collection[str]) -> str:
-    """The sentence that names the attributes ``named`` and no other."""
+def caption(values: Values, mentions: Collection[str]) -> str:
+    """Writes the caption of a picture, which names only the attributes in ``mentions``."""
     words = ["a"]
-    words += [values[name] for name in ("size", "colour") if name in named]
-    words.append(values["shape"] if "shape" in named else "thing")
-    if "position" in named:
+    words += [values[name] for name in ("size", "colour") if name in mentions]
+    words.append(values["shape"] if "shape" in mentions else "thing")
+    if "position" in mentions:
         words += ["at", values["position"]]
-    ground = [values[name] for name in ("texture", "background") if name in named]
+    ground = [values[name] for name in ("texture", "background") if name in mentions]
     if ground:
         words += ["on", *ground, "ground"]
-    if "count" in named:
+    if "count" in mentions:
         words += ["with", values["count"], "dots"]
     return " ".join(words)
 
 
 def patterns(num_samples: int, seed: int) -> Iterator[Pattern]:
-    """``num_samples`` pictures with captions; number i depends on (seed, i) alone."""
+    """Yields pictures with captions; picture i is a function of (seed, i)."""
     for number in range(num_samples):
         rng = np.random.default_rng([seed, 1, number])
         values = draw_values(rng)
-        named = {name for name, rate in MENTION_RATES.items() if rng.random() < rate}
-        yield Pattern(render(values, rng), caption(values, named), values)
+        mentions = {name for name, rate in MENTION_RATES.items() if rng.random() < rate}
+        yield Pattern(render(values, rng), caption(values, mentions), values)
 
 
 def minimal_pairs(attribute: str, num_pairs: int, seed: int) -> Iterator[tuple[Pattern, Pattern]]:
-    """Pairs that differ in ``attribute`` only; each caption names every attribute.
+    """Yields pairs that differ in one attribute; each caption names every attribute.
 
-    Nuisances (noise, exact place, tints) are the same in both pictures.
+    Noise, exact place and tints are the same in both pictures.
     """
     choices = ATTRIBUTES[attribute]
     for number in range(num_pairs):
@@ -121,7 +121,7 @@ def minimal_pairs(attribute: str, num_pairs: int, seed: int) -> Iterator[tuple[P
         shift = int(rng.integers(1, len(choices)))
         other = choices[(choices.index(first[attribute]) + shift) % len(choices)]
         nuisance = int(rng.integers(2**31))
-        one, two = (
+        left, right = (
             Pattern(
                 render(values, np.random.default_rng(nuisance)),
                 caption(values, ATTRIBUTES),
@@ -129,11 +129,11 @@ def minimal_pairs(attribute: str, num_pairs: int, seed: int) -> Iterator[tuple[P
             )
             for values in (first, first | {attribute: other})
         )
-        yield one, two
+        yield left, right
 
 
 def render(values: Values, rng: np.random.Generator) -> Bytes:
-    """The picture of ``values``, uint8 [32, 32, 3]; ``rng`` draws nuisances alone."""
+    """Renders a picture, uint8 [32, 32, 3]; ``rng`` draws noise, exact place and tints."""
     ground = np.array(_BACKGROUNDS[values["background"]], float) + rng.normal(0, 6, 3)
     offset = rng.integers(0, 6 * _OVERSAMPLE, 2)
     tint = rng.normal(0, 8, 3)
@@ -157,7 +157,7 @@ def _clip(values: Floats) -> Bytes:
 
 
 def _texture(name: str, offset: Integers) -> Integers:
-    """A mask [canvas, canvas] of 0 and 1 with a period of 6 pixels, shifted by ``offset``."""
+    """Draws a mask [canvas, canvas] of 0 and 1 with a period of 6 pixels, moved by ``offset``."""
     period = 6 * _OVERSAMPLE
     y: Integers
     x: Integers

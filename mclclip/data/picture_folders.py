@@ -1,6 +1,6 @@
-"""A folder of pictures with texts beside them, as one kind of table.
+"""Reads a folder of pictures, with texts beside them, as a table.
 
-Every file in it is a picture, the text of one, or counted; so is what is hidden or a link.
+Every file in it is a picture, the text of a picture, or is counted in the findings.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import MAX_TEXT_BYTES, TextFault, form_of_texts, parse_captions
-from mclclip.data.table_formats import Format, Rows, suffix_of
+from mclclip.data.table_formats import Format, Rows
 from mclclip.util.files import Roots, read_bounded
 
 
 def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
-    """The files at or below a folder in order, and those of linked folders that lie below
-    ``roots``; other linked folders and what is hidden are counted."""
+    """Yields the files below a folder in order, including linked folders that lie below ``roots``.
+
+    Other linked folders and hidden files are counted in the findings.
+    """
     base = os.path.realpath(folder)
     inside, seen = Roots(Path(base)), {base}
 
@@ -36,14 +38,14 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
 
     for place, folders, names in os.walk(folder, followlinks=True):
         bad = [name for name in (*folders, *names) if not _is_text(name)]
-        told = (os.path.relpath(Path(place, name), folder) for name in bad)
-        findings.add("bad_name", *(os.fsencode(name).decode(errors="replace") for name in told))
+        paths = (os.path.relpath(Path(place, name), folder) for name in bad)
+        findings.add("bad_name", *(os.fsencode(path).decode(errors="replace") for path in paths))
         folders[:], names = filter(_is_text, folders), [*filter(_is_text, names)]
         hidden = [name for name in (*folders, *names) if name.startswith(".")]
         findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
         folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
         for path in (Path(place, name) for name in sorted(names) if name[0] != "."):
-            # Reading a pipe may never end.
+            # Reading something else than a file, such as a pipe, may never end.
             if os.path.exists(path) and not os.path.isfile(path):
                 findings.add("other_file", os.path.relpath(path, folder))
             else:
@@ -51,13 +53,15 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
 
 
 def _is_text(name: str) -> bool:
-    """Returns whether a name is UTF-8: other bytes of it are surrogates, which no text has."""
+    """Returns True if a file name is UTF-8; in Python other bytes are surrogates."""
     return name.encode(errors="replace").decode() == name
 
 
 def folder_format(folder: Path, roots: Roots) -> Format:
-    """The pictures of a folder, each with the text of its name beside it, ``a.txt`` or
-    ``a.jpg.txt``; every other file is counted."""
+    """Opens a folder of pictures as a table: the text of ``a.jpg`` is ``a.txt`` or ``a.jpg.txt``.
+
+    Every other file is counted in the findings.
+    """
 
     def texts() -> Iterator[bytes]:
         for path in walk(folder, roots, Findings()):
@@ -87,13 +91,16 @@ def folder_format(folder: Path, roots: Roots) -> Format:
         for key in sorted(texts.keys() - read):
             findings.add("lone_text", os.path.relpath(texts[key], folder))
 
-    return Format({"file_name": "", "text": ""}, rows, chosen=("file_name", "text"))
+    return Format({"file_name": "", "text": ""}, rows, fixed=("file_name", "text"))
 
 
 def _text_beside(
     text: Path | None, form: str, roots: Roots, name: str, findings: Findings
 ) -> list[str]:
-    """The captions in the text beside the picture ``name``, which stand in it in this ``form``."""
+    """Reads the captions of the picture ``name`` from the ``text`` beside it.
+
+    ``form`` is 'txt' (one caption) or 'lines' (one on each line).
+    """
     if text is None:
         return []
     real = roots.real_path(text)

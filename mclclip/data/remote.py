@@ -1,9 +1,9 @@
-"""Shards behind urls of S3, Google Cloud Storage, Azure and HTTP, which obstore reads.
+"""Reads shards behind urls of S3, Google Cloud Storage, Azure, HTTP and the Hugging Face hub.
 
-A url is looked at when a verb begins (its size and its ETag, which the index remembers) and then
-read by ranges of bytes, many in flight. obstore repeats a request that fails, with growing pauses;
-what fails for good is an OSError that names the shard. Reads ask for the remembered ETag
-(``If-Match``), so that an object that was replaced is an error and never data.
+When a verb begins, it asks for the size and the ETag of each url and compares them with the index.
+Then it reads ranges of bytes, many at the same time. obstore repeats a request that fails, with
+growing pauses; if it fails in the end, the OSError names the shard. Reads ask for the ETag of the
+index (``If-Match``), so that an object that was replaced gives an error and no data.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from mclclip.util.stores import HUB_URL, open_store, reason_of
 T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 23
-"""Of one request; a member that is larger comes by one request too."""
+"""Most bytes of one request; a single larger member is also read by one request."""
 
 GAP_BYTES = 1 << 16
-"""Members of one object are read by one request where no more lies between them. So captions alone
-are read together with the pictures between them: a request takes longer than these bytes."""
+"""Members are read by one request if no more bytes lie between them, since another request would
+take longer. So captions are read together with the pictures between them."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class RemoteOptions:
     """How shards behind urls are read.
 
-    ``index/shards.json`` and ``config.yaml`` of a run hold urls as they stand, with the query of
-    signed ones: keep the run directory private, or sign urls for no longer than the run takes.
-    Messages, and what 'mclclip config' prints, leave the query out.
+    ``index/shards.json`` and ``config.yaml`` of a run hold whole urls, including the query of
+    signed ones: keep the run directory private, or sign urls only for the time of the run. Messages
+    and 'mclclip config' leave the query out.
     """
 
     retries: int = Field(default=6, ge=0, le=1000)
-    """Further attempts of a request that failed, with pauses that grow from 0.2 to 10 seconds."""
+    """How often a failed request is repeated, with pauses that grow from 0.2 to 10 seconds."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time of one request."""
+    """Longest time of one request, in seconds."""
     in_flight: int = Field(default=16, ge=1, le=1024)
-    """Requests that one process has under way."""
+    """Most requests of one process at the same time."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Where a shard lies, and what its store said of it when it was indexed.
+    """The place of a shard, and its size and tag when it was indexed.
 
     path  a path or a url
     size  in bytes
-    tag   of a url: its ETag; where a store has none, the time of its last change, or nothing
+    tag   the ETag of a url, or the time of its last change if the store has no ETags; else empty
     """
 
     path: str
@@ -78,44 +78,43 @@ class ChangedShard(OSError):
 
 
 def check_protocol(path: str, where: str) -> None:
-    """Raises ValueError for a url of another protocol than `PROTOCOLS`, one with a blank, at which
-    it would end in messages, one that holds a password, which would be stored in the index, one of
-    the hub that names no file of a data set, and one with // or a wildcard that is none."""
-    if not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
-        raise ValueError(
-            f"{where}: {printable(path)!r} is neither a local path nor a url that is read: wanted "
-            f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"
+    """Raises ValueError for a url that cannot be read, or that holds a password.
+
+    ``where`` begins the message, such as 'data.sources.web'. A password would be stored in the
+    index, and a blank would end the url in messages.
+    """
+    protocols = [f"{name}://" for name in PROTOCOLS]
+    url, is_hub, problem = path, path.startswith("hf://"), ""
+    if not path.startswith(tuple(protocols)):
+        problem = "is neither a local path nor a url that is read: wanted one of "
+        problem += ", ".join(protocols)
+    elif len(parts := path.split()) > 1:
+        url, problem = parts[0], "is followed by a blank: write it as %20"
+    elif "//" in path.partition("://")[2].partition("?")[0]:
+        problem = "has // in its path: write one slash"
+    elif path.startswith(("s3://", "gs://", "az://")) and re.search(r"[?[]", path):
+        problem = (
+            "holds ? or [, which are no wildcards of an object store: wanted * or ** or braces"
         )
-    if len(parts := path.split()) > 1:
-        raise ValueError(
-            f"{where}: {printable(parts[0])!r} is followed by a blank: write it as %20"
-        )
-    if "//" in path.partition("://")[2].partition("?")[0]:
-        raise ValueError(f"{where}: {printable(path)!r} has // in its path: write one slash")
-    if path.startswith(("s3://", "gs://", "az://")) and re.search(r"[?[]", path):
-        raise ValueError(
-            f"{where}: {printable(path)!r} holds ? or [, which are no wildcards of an object "
-            "store: wanted * or ** or braces"
-        )
-    is_hub = path.startswith("hf://")
-    if is_hub and not HUB_URL.fullmatch(path):
-        raise ValueError(
-            f"{where}: {printable(path)!r} names no file of a data set: wanted "
-            "hf://datasets/ORG/NAME/FILE, or hf://datasets/ORG/NAME@REVISION/FILE"
-        )
-    if "@" in path.split("/")[2] and not is_hub:
-        raise ValueError(
-            f"{where}: {printable(path)!r} holds a user or a password: leave them out, and put "
-            "them where they are looked for (HTTP: ~/.netrc; others: environment variables)"
-        )
+    elif is_hub and not HUB_URL.fullmatch(path):
+        problem = "names no file of a data set: wanted hf://datasets/ORG/NAME/FILE, or "
+        problem += "hf://datasets/ORG/NAME@REVISION/FILE"
+    elif "@" in path.split("/")[2] and not is_hub:
+        problem = "holds a user or a password: leave them out, and put them where they are looked "
+        problem += "for (HTTP: ~/.netrc; others: environment variables)"
+    if problem:
+        raise ValueError(f"{where}: {printable(url)!r} {problem}")
 
 
 # --- errors --------------------------------------------------------------------------------------
 
 
 def _call(url: str, options: RemoteOptions, call: Callable[[Any, str], T]) -> T:
-    """``call(store, path)``; errors become an OSError without the query of the url. They have no
-    cause: obstore's messages show queries, and replies of servers that may repeat them."""
+    """Returns ``call(store, path)`` for the store and the path of a url.
+
+    Errors become an OSError without the query of the url, which may be a secret. It has no cause,
+    since obstore's messages show the query.
+    """
     failure: OSError
     try:
         return call(*open_store(url, options.retries, options.timeout_s))
@@ -158,10 +157,10 @@ class Remote:
         self._pool: ThreadPoolExecutor | None = None
 
     def stat(self, paths: Sequence[str], missing_urls: bool = False) -> list[StoredFile | None]:
-        """Size and tag of each path or url now, of urls side by side; None for a missing path.
+        """Returns the present size and tag of each path or url; None for a missing path.
 
-        Raises FileNotFoundError for a missing url (with ``missing_urls`` it is None too), OSError
-        where the store does not answer.
+        A missing url raises FileNotFoundError, or is None with ``missing_urls``. Raises OSError if
+        a store does not answer.
         """
 
         def stat(path: str) -> StoredFile | None:
@@ -182,8 +181,8 @@ class Remote:
     def _stat_url(self, url: str) -> StoredFile:
         def head(store: Any, path: str) -> Any:
             if protocol_of(url) in ("http", "https", "hf"):
-                # Not by HEAD, which servers refuse where a url is signed for GET; and a server
-                # without ranges is told here, not a verb later.
+                # A HEAD request would be refused if the url is signed for GET. And a server that
+                # serves no ranges is found now, not a verb later.
                 return obstore.get(store, path, options={"range": (0, 1)}).meta
             return obstore.head(store, path)
 
@@ -193,9 +192,10 @@ class Remote:
         return StoredFile(url, meta["size"], tag)
 
     def glob(self, pattern: str) -> list[str]:
-        """Urls of the objects that match: ``*`` stands for no slash, ``**`` for any text.
+        """Returns the urls of the objects that match: ``*`` is text without a slash, ``**`` any.
 
-        Raises ValueError for HTTP and the hub, which have no listings."""
+        Raises ValueError for HTTP and the hub, which have no listings.
+        """
         protocol = protocol_of(pattern)
         if protocol in ("http", "https", "hf"):
             raise ValueError(
@@ -211,7 +211,7 @@ class Remote:
 
         def names(store: Any, _: str) -> list[str]:
             prefix = folder or None
-            if is_of_folder:  # folders below it may hold many more
+            if is_of_folder:  # does not list the folders below it, which may hold many more
                 return [e["path"] for e in obstore.list_with_delimiter(store, prefix)["objects"]]
             return [entry["path"] for entry in obstore.list(store, prefix).collect()]
 
@@ -220,30 +220,29 @@ class Remote:
         return [f"{bucket}/{name}" for name in listed if matches.fullmatch(name)]
 
     def read_ranges(self, ranges: Sequence[UrlRange]) -> list[bytes]:
-        """The bytes of each range, in their order, neighbours by one request.
+        """Reads the bytes of each range, neighbours by one request.
 
-        With a tag that is a strong ETag the object must still have it, and with one that is a time
-        be unchanged since. Raises FileNotFoundError for an object that is gone, ChangedShard for
-        one that has changed, and OSError where the store does not give those bytes after all
-        attempts.
+        The object must still have the tag of its range, if that is a strong ETag, or be unchanged
+        since, if that is a time. Raises FileNotFoundError for a missing object, ChangedShard for
+        one that has changed, and OSError if all attempts fail.
         """
-        found: list[bytes] = []
+        parts: list[bytes] = []
         for data in self.start(ranges)[0]():
             if isinstance(data, OSError):
                 raise data
-            found.append(data)
-        return found
+            parts.append(data)
+        return parts
 
     def start(
         self, ranges: Sequence[UrlRange]
     ) -> tuple[Callable[[], list[bytes | OSError]], Callable[[], None]]:
-        """Asks for what ``read_ranges`` gives, and does not wait for it.
+        """Begins to read ranges, without waiting. Returns the functions ``take`` and ``give_up``.
 
-        Returns a function that waits and gives the bytes, with an error in the place of those of an
-        object that is gone or has changed, and raises other errors of ``read_ranges``; and one that
-        gives them up: what no thread has begun yet is not asked for.
+        ``take`` waits, and returns for each range its bytes, or the error of an object that is
+        missing or has changed; it raises the other errors of ``read_ranges``. ``give_up`` cancels
+        the requests that have not begun.
         """
-        requests, places = _joined(ranges)
+        requests, places = _join(ranges)
         coming = [self._threads().submit(self._read, request) for request in requests]
 
         def give_up() -> None:
@@ -268,7 +267,7 @@ class Remote:
         return take, give_up
 
     def fetch(self, stored: StoredFile, file: BinaryIO) -> None:
-        """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
+        """Writes the whole object to ``file``; raises ChangedShard if it changes meanwhile."""
         step = BLOCK_BYTES * self.options.in_flight
         for start in range(0, stored.size, step):
             stop = min(start + step, stored.size)
@@ -282,11 +281,10 @@ class Remote:
             raise ChangedShard(f"shard {url} changed while it was read: start again")
 
     def _read(self, request: UrlRange) -> bytes:
-        """The bytes of a range, by one request. obstore's ``get_ranges`` joins neighbours as
-        `_joined` does, but does not send an ETag."""
+        """Reads a range by one request. (obstore's ``get_ranges`` does not send an ETag.)"""
         url, start, size, tag = request
         if not threading.main_thread().is_alive():
-            # The interpreter waits for its threads, which would go on to read the rest.
+            # At its end the interpreter waits for its threads, which would read all that is left.
             raise OSError("the program has ended")
         if not size:
             return b""
@@ -319,9 +317,11 @@ class Remote:
         return type(self), (self.options,)
 
 
-def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int, int]]]:
-    """Requests for the ranges, where near ones of one object become one of up to `BLOCK_BYTES`; and
-    for every range the number of its request and its offset in that."""
+def _join(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int, int]]]:
+    """Joins near ranges of one object to requests of up to `BLOCK_BYTES`.
+
+    Also returns for every range the number of its request, and its offset in that.
+    """
     requests: list[UrlRange] = []
     places = [(0, 0)] * len(ranges)
     for number in sorted(range(len(ranges)), key=lambda n: ranges[n][:2]):
@@ -339,7 +339,7 @@ def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int,
 
 @contextmanager
 def open_whole(stored: StoredFile, remote: Remote) -> Iterator[BinaryIO]:
-    """A shard as an open file: a path's own, of a url a copy that is removed at the end."""
+    """Opens a shard as a file; that of a url is a temporary copy."""
     if protocol_of(stored.path) is None:
         with open(stored.path, "rb") as file:
             yield file

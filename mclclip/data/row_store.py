@@ -1,11 +1,11 @@
 """Rows of numbers on disk, in one file per shard of the index: embeddings, and image rows.
 
-    00007.npy   rows [n, ...] in index order; those of samples that could not be used are zeros
-    00007.json  the note: the record of the rows, and the samples that could not be used
+    00007.npy   rows [n, ...] in index order; rows of samples that could not be used are zeros
+    00007.json  the note: size and digest of the rows, and the samples that could not be used
 
 The note is written last and marks the shard as done, so that a killed pass goes on at the first
-shard without one. It names the bytes of every sample that could not be used, so that a shard which
-has been repaired since is read again.
+shard without a note. For every sample that could not be used, the note has a mark of its bytes, so
+that a shard that is repaired later is read again.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from mclclip.data.shard_reader import ShardReader
 from mclclip.run.artifacts import Manifest, RunPaths, is_finished, verb_of
 from mclclip.util import files
 from mclclip.util.files import Record
-from mclclip.util.search import unit
+from mclclip.util.search import normalize_rows
 
 Integers = npt.NDArray[np.int64]
 IMAGE_ROWS = "image_rows"
 RowBatch = tuple[np.ndarray, Mapping[int, str]]
-"""Rows [b, ...] in index order, and why samples among them have none, by sample id."""
+"""Rows [b, ...] in index order, and {sample id: reason} of those that could not be used."""
 
 
 def rows_path(directory: Path, number: int) -> Path:
-    """The file with the rows of shard ``number``."""
+    """Returns the file with the rows of shard ``number``, such as 00007.npy."""
     return Path(directory) / f"{number:05d}.npy"
 
 
@@ -52,12 +52,13 @@ def rows_path(directory: Path, number: int) -> Path:
 
 @dataclass(frozen=True)
 class Note:
-    """The record of a shard's rows; and by sample id, why a sample has none, and its bytes then
-    (`SampleIndex.bytes_of`)."""
+    """The note on a shard's rows."""
 
     record: Record
     reasons: dict[int, str]
+    """Why samples have no row, by sample id."""
     bytes_of: dict[int, str]
+    """The marks of these samples' bytes when they were read (`SampleIndex.bytes_of`)."""
 
 
 def write_shard(
@@ -70,10 +71,10 @@ def write_shard(
     dtype: npt.DTypeLike,
     empty: tuple[int, ...] = (),
 ) -> dict[int, str]:
-    """Writes ``num_rows`` rows of a shard batch by batch, then the note; returns all reasons.
+    """Writes the rows of a shard batch by batch, then the note.
 
-    ``empty`` is the shape of a row where there is none. The SHA-256 of the file is computed while
-    it is written. Raises ValueError for another number of rows.
+    Returns why samples have no row, by sample id. ``empty`` is the shape of a row for a shard
+    without rows. The SHA-256 of the file is computed while it is written.
     """
     path = rows_path(directory, number)
     reasons: dict[int, str] = {}
@@ -96,8 +97,7 @@ def write_shard(
 
 
 def read_note(directory: Path, number: int) -> Note | None:
-    """The note of a shard; None where it is not done, the note cannot be read, or the rows have
-    another size than it says."""
+    """Reads the note of a shard; None if it cannot be read or the rows have another size."""
     rows = rows_path(directory, number)
     path = rows.with_suffix(".json")
     try:
@@ -117,12 +117,14 @@ def read_note(directory: Path, number: int) -> Note | None:
         return None  # then the shard is written again
 
 
-def shards_done(
+def find_done_shards(
     directory: Path, index: SampleIndex, mine: Sequence[int], excluded: Collection[int] = ()
 ) -> tuple[dict[int, str], list[int]]:
-    """Why samples of the done shards among ``mine`` have no row, by sample id; and the numbers of
-    the shards that are still to be written. A shard is done where its note can be read, and none of
-    its samples without a row may have one now. ``excluded``: ids that ``data.exclude`` lists."""
+    """Finds which shards among ``mine`` are written, and which are still to be written.
+
+    Returns {sample id: reason} of the samples without a row in the former, and the numbers of the
+    latter. A shard is written again if a sample without a row may have one now (`num_restored`).
+    """
     reasons: dict[int, str] = {}
     missing = []
     for number in mine:
@@ -134,9 +136,11 @@ def shards_done(
     return reasons, missing
 
 
-def all_notes(directory: Path, num_shards: int) -> dict[str, Note]:
-    """The notes on all shards by the name of their file of rows; RuntimeError where one is
-    missing."""
+def read_notes(directory: Path, num_shards: int) -> dict[str, Note]:
+    """Reads the notes on all shards, by the names of the files of rows, such as '00007.npy'.
+
+    Raises RuntimeError if one is missing.
+    """
     notes = {}
     for number in range(num_shards):
         note, path = read_note(directory, number), rows_path(directory, number)
@@ -149,8 +153,11 @@ def all_notes(directory: Path, num_shards: int) -> dict[str, Note]:
 
 
 def num_restored(directory: Path, index: SampleIndex, excluded: Collection[int] = ()) -> int:
-    """Number of samples without a row that may have one now: their bytes have changed since, or
-    ``data.exclude`` listed them and does not now (``excluded``: the ids that it lists)."""
+    """Counts the samples without a row that may have one now.
+
+    Their bytes have changed since, or ``data.exclude`` does not list them any more (``excluded``
+    are the ids that it lists now).
+    """
     notes = (read_note(directory, number) for number in range(len(index.shards)))
     return sum(_count_restored(note, index, excluded) for note in notes if note is not None)
 
@@ -162,9 +169,9 @@ def _count_restored(note: Note, index: SampleIndex, excluded: Collection[int]) -
 
 
 def left_out(directory: Path, num_shards: int) -> Integers:
-    """Sorted ids of the samples whose rows are zeros, because they could not be used.
+    """Returns the sorted ids of the samples whose rows are zeros, since they could not be used.
 
-    A shard without a note has none of them. Raises RuntimeError where a note is damaged.
+    Shards without a note do not count. Raises RuntimeError for a damaged note.
     """
     ids: list[int] = []
     for number in range(num_shards):
@@ -179,14 +186,15 @@ def left_out(directory: Path, num_shards: int) -> Integers:
 
 
 class RowStore:
-    """The rows [N, D] of several .npy files, one after another, cut or chosen like an array's.
+    """The rows [N, D] of several .npy files, one after another, indexed as one array.
 
-    Nothing is held: a file is memory-mapped only while it is read, because every mapping holds a
-    file handle, and there may be more files than handles. ``verb`` wrote the files. Raises
-    RuntimeError where a file cannot be read.
+    A file is memory-mapped only while it is read, since every mapping holds a file handle, and
+    there may be more files than handles. ``verb`` wrote the files, such as 'embed'. Raises
+    RuntimeError if a file cannot be read.
 
-    num_rows   rows of each file
-    starts     int64 [files + 1], the number of each file's first row
+    num_rows      number of rows of each file
+    file_layouts  shape and type of the rows of each file
+    starts        int64 [files + 1], the number of each file's first row
     """
 
     directory: Path
@@ -198,16 +206,18 @@ class RowStore:
         self.num_rows: list[int] = []
         self.file_layouts: list[BlockLayout] = []
         for path in paths:
-            rows = open_npy(path, verb)  # one at a time: each mapping holds a file handle
+            rows = open_npy(path, verb)
             self.num_rows.append(len(rows))
             self.file_layouts.append((rows.shape[1:], rows.dtype))
         self.starts: Integers = np.cumsum([0, *self.num_rows])
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> RowStore:
-        """Those of a finished artifact, which has a file for each of its shards. Raises
-        FileNotFoundError for a missing file, RuntimeError where a file has another size than it was
-        written with, and where files have different widths."""
+        """Opens the rows of a finished artifact, which has a file for each shard.
+
+        Raises FileNotFoundError for a missing file, RuntimeError if a file has another size than
+        when it was written, and if files have different widths.
+        """
         numbers = range(int(manifest.counts["shards"]))
         paths, verb = [rows_path(directory, n) for n in numbers], verb_of(manifest.kind)
         manifest.check(directory)
@@ -224,11 +234,10 @@ class RowStore:
     def of_samples(
         cls, name: str, directory: Path, manifest: Manifest, index: SampleIndex
     ) -> RowStore:
-        """Finished embeddings with a row for each sample of an index; ``name`` stands for them in
-        messages and in what is written.
+        """Opens embeddings with a row for each sample of an index.
 
-        Keys are those of the index (an equal digest), but shards may be cut otherwise. Raises
-        RuntimeError for another number of rows.
+        ``name`` names them in messages and results, such as 'stage_1'. The samples must be those of
+        the index, but shards may be cut otherwise. Raises RuntimeError for another number of rows.
         """
         store = cls.open(directory, manifest)
         store.name = name
@@ -240,16 +249,16 @@ class RowStore:
         return store
 
     def left_out(self) -> Integers:
-        """Sorted ids of the samples whose rows are zeros, because they could not be used."""
+        """Returns the sorted ids of the samples whose rows are zeros (`left_out`)."""
         return left_out(self.directory, len(self._paths))
 
     def row_shapes(self) -> set[tuple[int, ...]]:
-        """The shapes that rows have, in those files that have rows."""
+        """Returns the different shapes of rows, in the files that have rows."""
         filled = zip(self.file_layouts, self.num_rows, strict=True)
         return {shape for (shape, _), num_rows in filled if num_rows}
 
     def read(self, file: int, cut: slice) -> Floats:
-        """Rows of the file with this number; memory-mapped."""
+        """Reads rows of one file, memory-mapped."""
         return self._map(file)[cut]
 
     def _map(self, file: int) -> np.memmap[Any, Any]:
@@ -259,7 +268,7 @@ class RowStore:
         return int(self.starts[-1])
 
     def __getitem__(self, rows: slice | Integers, /) -> Floats:
-        """The rows of a slice without a step, or of sorted numbers; in memory, or mapped."""
+        """Reads the rows of a slice without a step, or of sorted numbers."""
         parts = [*(self._cut(rows) if isinstance(rows, slice) else self._rows_of(rows))]
         if len(parts) == 1:
             return parts[0]
@@ -283,17 +292,17 @@ class RowStore:
 
 
 class StoredRows:
-    """Rows on disk that stand for the output of something frozen, read one by one.
+    """The stored output of a frozen part of the model, read row by row.
 
     ``directory`` has a file for each shard of the index, ``00007.npy`` [rows, ...], float16 or
-    float32: a row for each sample, or, of the ``kind`` ``text_embeddings``, for each caption, all
-    captions of a sample after each other. Each row is read as a range of bytes, since a mapping
-    would read it page by page.
+    float32, with a row for each sample. Of the ``kind`` 'text_embeddings' it has a row for each
+    caption, those of a sample after each other. Each row is read as a range of bytes, which is
+    faster than through a mapping.
 
     without   why samples have no row, by sample id
 
-    Raises FileNotFoundError where there is no such artifact, and RuntimeError where it is of
-    another index or a file has another size than was written. It pickles without open files.
+    Raises FileNotFoundError if there is no such artifact, and RuntimeError if it is of another
+    index or a file has another size. It pickles without open files.
     """
 
     def __init__(self, directory: Path, index: SampleIndex, kind: str = "text_embeddings") -> None:
@@ -311,26 +320,26 @@ class StoredRows:
 
     @classmethod
     def of_images(cls, layout: RunPaths, index: SampleIndex, whole: bool) -> StoredRows:
-        """The rows that stand for images: what the frozen blocks make of them, or (``whole``) the
-        embeddings of stage 0, where no part of the image tower is trained."""
+        """Opens the rows that are read instead of images.
+
+        They are the outputs of the tower's frozen blocks, or, if the ``whole`` tower is frozen, the
+        embeddings of stage 0.
+        """
         if whole:
             return cls(layout.embeddings(0), index, "embeddings")
         return cls(layout.image_rows, index, IMAGE_ROWS)
 
     def get(self, sample_id: int, caption_number: int = 0) -> np.ndarray:
-        """The row of a sample, or of one of its captions, as it is stored.
+        """Reads the row of a sample, or of one of its captions.
 
-        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
-        without rows, RuntimeError for a file that does not fit the index.
+        Raises FileNotFoundError for a shard without rows, RuntimeError for a file that does not fit
+        the index.
         """
         shard = int(self.index.shard_of[sample_id])
         row = sample_id - (first := self.index.shards[shard].start)
         if self.kind == "text_embeddings":
-            if not 0 <= caption_number < (num := int(self.index.num_captions[sample_id])):
-                raise IndexError(
-                    f"caption {caption_number} of sample {sample_id} was asked for, it has {num}"
-                )
-            # Not by the index's caption_start, which would take an array [N + 1] in every worker.
+            assert 0 <= caption_number < self.index.num_captions[sample_id], sample_id
+            # The index's caption_start would take an array [N + 1] in every worker.
             row = int(self.index.num_captions[first:sample_id].sum()) + caption_number
         header, (shape, dtype) = self._layout(shard)
         size = int(np.prod(shape)) * dtype.itemsize
@@ -347,7 +356,7 @@ class StoredRows:
         return self._layout(0)[1][0]
 
     def _layout(self, shard: int) -> tuple[int, BlockLayout]:
-        """The place of the first row in a shard's file, and shape and type of a row."""
+        """Returns the offset of the first row in a shard's file, and shape and type of a row."""
         if shard in self._layouts:
             return self._layouts[shard]
         path, here = rows_path(self.directory, shard), self.index.shards[shard]
@@ -380,7 +389,7 @@ class RowBlocks(Sequence[Floats]):
         ]
 
     def layouts(self) -> list[BlockLayout]:
-        """Shape and type of each block, without reading it."""
+        """Returns shape and type of each block, without reading it."""
         layouts = [(cut, *self.rows.file_layouts[file]) for file, cut in self._cuts]
         return [((cut.stop - cut.start, *shape), dtype) for cut, shape, dtype in layouts]
 
@@ -397,18 +406,18 @@ class RowBlocks(Sequence[Floats]):
         return self.read(*self._cuts[number])
 
     def read(self, file: int, cut: slice) -> Floats:
-        """A block: rows of the file with this number."""
+        """Reads a block: some rows of one file."""
         return self.rows.read(file, cut)
 
 
 class MeanBlocks(RowBlocks):
-    """Blocks of float32 rows [n, D]: unit means of a sample's image and text embedding.
+    """Blocks of float32 rows [n, D]: the mean of a sample's image and text embedding, unit length.
 
-    ``images`` has one row per sample. ``texts`` has as many files, and one row per caption, all
-    captions of a sample after each other. The first caption is used; a sample without one keeps its
-    image embedding. ``num_captions`` [N] are those of all samples, in the order of the files. Rows
-    are computed when they are read. Raises ValueError where images and texts differ in width, and
-    RuntimeError where there are not as many texts as captions.
+    ``images`` has one row per sample; ``texts`` has as many files, with one row per caption. The
+    first caption of a sample is used; a sample without a caption keeps its image embedding.
+    ``num_captions`` [N] are those of all samples. Means are computed when a block is read. Raises
+    ValueError if images and texts have different widths, and RuntimeError if the number of texts is
+    not that of captions.
     """
 
     def __init__(
@@ -420,11 +429,11 @@ class MeanBlocks(RowBlocks):
     ) -> None:
         super().__init__(images, rows_per_block)
         self._texts, self._num_captions = texts, np.split(num_captions, images.starts[1:-1])
-        wanted = [int(captions.sum()) for captions in self._num_captions]
-        if texts.num_rows != wanted:
+        num_texts = [int(captions.sum()) for captions in self._num_captions]
+        if texts.num_rows != num_texts:
             raise RuntimeError(
-                f"text embeddings have {len(texts):,} rows, the index has {sum(wanted):,} captions "
-                "(compared per shard): run 'mclclip embed --stage 0 --text --force' after "
+                f"text embeddings have {len(texts):,} rows, the index has {sum(num_texts):,} "
+                "captions (compared per shard): run 'mclclip embed --stage 0 --text --force' after "
                 "'mclclip index'"
             )
         if len(shapes := images.row_shapes() | texts.row_shapes()) > 1:
@@ -434,12 +443,12 @@ class MeanBlocks(RowBlocks):
             )
 
     def layouts(self) -> list[BlockLayout]:
-        """Shape and type of each block, without reading it."""
+        """Returns shape and type of each block, without reading it."""
         return [(shape, np.dtype(np.float32)) for shape, _ in super().layouts()]
 
     def read(self, file: int, cut: slice) -> Floats:
-        """A block: the mean rows of the samples ``cut`` of a file."""
-        rows = unit(super().read(file, cut))
+        """Computes a block: the means of some samples of one file."""
+        rows = normalize_rows(super().read(file, cut))
         captions = self._num_captions[file]
         first = int(captions[: cut.start].sum())
         here = captions[cut]
@@ -447,5 +456,5 @@ class MeanBlocks(RowBlocks):
         if with_caption.any():
             texts = self._texts.read(file, slice(first, first + int(here.sum())))
             first_captions = np.cumsum(here) - here
-            rows[with_caption] += unit(texts[first_captions[with_caption]])
-        return unit(rows)
+            rows[with_caption] += normalize_rows(texts[first_captions[with_caption]])
+        return normalize_rows(rows)

@@ -1,7 +1,7 @@
-"""The sample index: every image of all shards as one row of a memory-mapped table.
+"""The sample index: a memory-mapped table with one row for every image of all shards.
 
 ``samples.arrow`` holds key, shard and byte ranges of every sample, in the order of
-``shards.json``; ``sample_id`` is the row number. webdataset reads shards in sequence only; this
+``shards.json``; ``sample_id`` is the row number. webdataset reads shards only in sequence; this
 table gives random access. Captions are optional: code that needs them asks
 `SampleIndex.without_caption` which samples to leave out.
 """
@@ -44,21 +44,23 @@ from mclclip.util.randomness import mix
 log = logging.getLogger("mclclip")
 KIND = "index"
 BAD_SAMPLES = "bad_samples.json"
-# Reasons why one reader cannot use a sample, which say nothing about the sample.
 EXCLUDED, DAMAGED_COPY = "excluded", "damaged_copy"
-READERS_OWN = ("unfit", "no_caption", "no_row", EXCLUDED, DAMAGED_COPY)
+REASONS_OF_ONE_READER = ("unsuitable", "no_caption", "no_row", EXCLUDED, DAMAGED_COPY)
+"""Reasons why one verb cannot use a sample that another may use: the sample itself is not bad."""
 
 
 class SampleIndex:
-    """A finished index, memory-mapped: arrays over N samples cost no memory until touched.
+    """A finished index of N samples. Its arrays are memory-mapped: they take memory once read.
 
-    ``image_offset, image_size, text_offset, text_size``: int64 [N], bytes in the shard (text: the
-    ``.txt`` or ``.json`` member with the captions). ``shard_of, num_captions``: int32 [N]; a sample
-    may have no caption at all.
-    ``text_crc32, image_crc32``: uint32 [N], CRC-32 of the member with the captions and of the image
-    when they were indexed; None where they were not recorded.
-    ``shards``: rows [start, stop) of each are contiguous. All arrays are read-only. It pickles as
-    its directory, so handing it to a process is cheap.
+    image_offset, image_size, text_offset, text_size  int64 [N], the bytes of a sample in its shard;
+                  the text is the ``.txt`` or ``.json`` member with the captions
+    shard_of      int32 [N], the number of its shard
+    num_captions  int32 [N]; a sample may have no caption
+    text_crc32, image_crc32  uint32 [N], CRC-32 of the text and of the image when they were indexed;
+                  None: not recorded
+    shards        the shards; the samples of each are rows [start, stop)
+
+    All arrays are read-only. The index pickles as its directory, so that processes get it cheaply.
     """
 
     image_offset: npt.NDArray[np.int64]
@@ -107,17 +109,16 @@ class SampleIndex:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> SampleIndex:
-        """Opens a finished index after a comparison of its tables' sizes.
+        """Opens a finished index, and compares the sizes of its files with what was written.
 
-        Raises FileNotFoundError where ``mclclip index`` did not finish, and RuntimeError where a
-        table has another size than was written. Processes that an index is handed to do not compare
-        again.
+        Raises FileNotFoundError if ``mclclip index`` did not finish, and RuntimeError if a file has
+        another size. Processes that get the index pickled do not compare again.
         """
         manifest = read_manifest(Path(directory), KIND)
         manifest.check(Path(directory))
         index = cls(Path(directory), manifest.digest)
         with damaged_if_unreadable(index.directory / SAMPLES, INDEX_AGAIN):
-            # In one process: every shard's rows map a page.
+            # Not when a process unpickles it: this reads a page of the table for every shard.
             for number, shard in enumerate(index.shards):
                 ends = [shard.start, shard.stop - 1] if shard.start < shard.stop else []
                 if any(index.shard_of[ends] != number):
@@ -131,9 +132,9 @@ class SampleIndex:
         return SampleIndex, (self.directory, self.digest)
 
     def manifest_of(self, directory: Path, kind: str) -> Manifest:
-        """The manifest of a finished artifact with one row per sample of this index.
+        """Reads the manifest of a finished artifact with one row per sample of this index.
 
-        Raises RuntimeError where it is of another index, and the errors of ``read_manifest``.
+        Raises RuntimeError if it was made of another index, and the errors of ``read_manifest``.
         """
         manifest = read_manifest(directory, kind)
         if manifest.inputs["index"] != self.digest:
@@ -146,22 +147,22 @@ class SampleIndex:
 
     @cached_property
     def caption_start(self) -> npt.NDArray[np.int64]:
-        """int64 [N+1]: captions of sample i are numbers [caption_start[i], caption_start[i+1])."""
+        """int64 [N+1]: sample i has the captions [caption_start[i], caption_start[i+1])."""
         start = np.zeros(len(self) + 1, np.int64)
         np.cumsum(self.num_captions, out=start[1:])
         return start
 
     def keys(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
-        """Keys ``source/key`` of the samples ``ids``, in their order.
-
-        Raises IndexError for an id outside the index.
-        """
-        found: list[str] = self._keys.take(pa.array(self.checked(ids))).to_pylist()
-        return found
+        """Returns the keys ``source/key`` of samples; IndexError for an id outside the index."""
+        keys: list[str] = self._keys.take(pa.array(self.checked(ids))).to_pylist()
+        return keys
 
     def names(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
-        """Keys as ``keys`` gives them, for messages: each with the file that ``mclclip pack`` made
-        the sample of, where the member with its captions says so. Reads a member of each shard."""
+        """Returns keys for messages, with the file that ``mclclip pack`` made the sample of.
+
+        An example is ``cats/0007 (photos/tom.jpg)``. The file is in the sample's ``.json``, which
+        is read; other samples have their key alone.
+        """
         reader = ShardReader([shard.stored for shard in self.shards])
         names = self.keys(ids)
         for place, sample_id in enumerate(self.checked(ids).tolist()):
@@ -176,34 +177,34 @@ class SampleIndex:
         return names
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
-        """int64 [n]: sample ids of keys ``source/key``, in their order.
+        """Returns the ids int64 [n] of samples by their keys ``source/key``.
 
-        Raises ValueError where the index lacks some; it names their number and a few of them.
+        Raises ValueError, which names a few, if the index lacks some of the keys.
         """
         if not len(keys):
             return np.zeros(0, np.int64)
-        wanted = pa.array(keys, pa.large_string())
-        # Hash the few wanted keys, not the many of the index.
+        looked_up = pa.array(keys, pa.large_string())
+        # This hashes the few keys of the call, not the many of the index.
         rows = np.flatnonzero(
-            pc.is_in(self._keys, value_set=wanted.unique()).to_numpy(zero_copy_only=False)
+            pc.is_in(self._keys, value_set=looked_up.unique()).to_numpy(zero_copy_only=False)
         )
-        place = pc.index_in(wanted, value_set=self._keys.take(pa.array(rows)))
+        place = pc.index_in(looked_up, value_set=self._keys.take(pa.array(rows)))
         if place.null_count:
-            missing = wanted.filter(place.is_null())
+            missing = looked_up.filter(place.is_null())
             raise ValueError(
-                f"{len(missing)} of {len(wanted)} keys are not in the index at {self.directory}, "
+                f"{len(missing)} of {len(keys)} keys are not in the index at {self.directory}, "
                 f"such as {', '.join(map(brief, missing[:3].to_pylist()))}: keys are 'source/key' "
                 "as in data.sources"
             )
         return np.asarray(rows[place.to_numpy()], np.int64)
 
-    def drawn_captions(
+    def draw_captions(
         self, ids: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Numbers of the captions that ``keys`` draw of the samples ``ids``, int64 [n].
+        """Draws a caption of each sample by its random key: the captions' numbers, int64 [n].
 
-        All captions of a sample are equally likely. Where they come from several fields, a field is
-        drawn by its probability first, among those that the sample has.
+        All captions of a sample are equally likely. If they come from several fields, first a field
+        is drawn by its probability, among those that the sample has.
         """
         most = np.maximum(self.num_captions[ids], 1).astype(np.uint64)
         numbers: npt.NDArray[np.int64] = (keys % most).astype(np.int64)
@@ -225,24 +226,24 @@ class SampleIndex:
     # --- samples without captions ---
 
     def without_caption(self, reader: str) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples that have no caption, which ``reader`` leaves out.
+        """Returns the sorted ids of the samples that have no caption.
 
-        ``reader`` names the reader of captions in messages. Raises ValueError, one line, where no
-        sample has a caption.
+        ``reader`` says in messages what reads captions, such as 'train.objective.kind=info_nce'.
+        Raises ValueError if no sample has a caption.
         """
-        found = np.flatnonzero(self.num_captions == 0).astype(np.int64)
-        if len(found) == len(self):
+        ids = np.flatnonzero(self.num_captions == 0).astype(np.int64)
+        if len(ids) == len(self):
             raise ValueError(
                 f"{reader} reads captions, and none of the {len(self)} samples of the index at "
                 f"{self.directory} has one: set data.sources.NAME.captions to where they are and "
                 "index again, or train with an objective that reads none"
             )
-        return found
+        return ids
 
     def left_out(
         self, reader: str, *, captions: bool, attribute: str | None = None
     ) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples that lack the caption or the attribute that ``reader`` reads.
+        """Returns the sorted ids of the samples that lack a caption, or a value of an attribute.
 
         Raises the errors of ``without_caption`` and ``without_attribute``.
         """
@@ -254,10 +255,10 @@ class SampleIndex:
     # --- attributes ---
 
     def attribute(self, name: str) -> tuple[npt.NDArray[np.int32], list[str]]:
-        """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.
+        """Returns the codes int32 [N] of an attribute, memory-mapped, and the value of each code.
 
-        The values are sorted, whole numbers first and by their size. Raises ValueError for a name
-        that no source gave, with those there are, and RuntimeError for values that do not fit.
+        Code -1 means no value. The values are sorted, whole numbers first and by their size. Raises
+        ValueError if no source has such an attribute, RuntimeError if the files do not fit.
         """
         if name not in self._codes:
             raise ValueError(
@@ -278,9 +279,10 @@ class SampleIndex:
         return read_values(self.directory)
 
     def without_attribute(self, name: str, reader: str) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples that have no value of an attribute; ``reader`` leaves them out.
+        """Returns the sorted ids of the samples that have no value of an attribute.
 
-        Raises ValueError where there is no such attribute, or its values are fewer than two.
+        ``reader`` says in messages what reads it, such as 'train.objective.kind=supcon'. Raises
+        ValueError if there is no such attribute, or it has fewer than two values.
         """
         codes, values = self.attribute(name)
         if not values:
@@ -300,9 +302,12 @@ class SampleIndex:
     # --- samples that cannot be decoded ---
 
     def bytes_of(self, ids: Sequence[int]) -> dict[int, str]:
-        """Number and CRC-32 of the bytes of samples (image and captions) in their shards now, by
-        sample id; ``missing`` where there is no shard."""
-        reader, found = ShardReader([shard.stored for shard in self.shards]), {}
+        """Reads samples, and returns for each id a mark of its bytes, such as '5120+43:9f8e21ac'.
+
+        These are the sizes of image and text and the CRC-32 of both; 'missing' if the shard is not
+        there. An equal mark says that a sample has not changed.
+        """
+        reader, marks = ShardReader([shard.stored for shard in self.shards]), {}
         for sample_id in self.checked(ids).tolist():
             shard = int(self.shard_of[sample_id])
             image_at, text_at = self.image_offset[sample_id], self.text_offset[sample_id]
@@ -310,17 +315,16 @@ class SampleIndex:
                 image = reader.read(shard, int(image_at), int(self.image_size[sample_id]))
                 text = reader.read(shard, int(text_at), int(self.text_size[sample_id]))
                 crc = zlib.crc32(text, zlib.crc32(image))
-                found[sample_id] = f"{len(image)}+{len(text)}:{crc:08x}"
+                marks[sample_id] = f"{len(image)}+{len(text)}:{crc:08x}"
             except FileNotFoundError:
-                found[sample_id] = "missing"
-        return found
+                marks[sample_id] = "missing"
+        return marks
 
     def bad_samples(self) -> dict[str, dict[str, str]]:
-        """``{key: {"reason": ..., "bytes": ...}}`` of the samples found undecodable so far,
-        whose bytes are still those that they had then.
+        """Returns ``{key: {"reason": ..., "bytes": ...}}`` of the undecodable samples so far.
 
-        Others, such as those of a shard that has been restored, do not count any more. Their bytes
-        are read once by this object.
+        Samples whose bytes have changed since, as in a shard that was restored, do not count any
+        more. To know, this reads the samples' bytes, once for a file of bad samples.
         """
         path = self.directory / BAD_SAMPLES
         with damaged_if_unreadable(path, "take it away: what cannot be decoded is found again"):
@@ -332,36 +336,37 @@ class SampleIndex:
         return dict(self._holding)
 
     def _unchanged(self, listed: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        """The entries of samples whose bytes are still those that they had."""
+        """Returns the entries of the samples whose bytes have not changed."""
         ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
         now = self.bytes_of(list(ids.values()))
         return {key: e for key, e in listed.items() if e.get("bytes") == now[ids[key]]}
 
     def bad_ids(self) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples found undecodable so far (see ``bad_samples``)."""
+        """Returns the sorted ids of ``bad_samples``."""
         return np.sort(self.ids_of(list(self.bad_samples())))
 
     def add_bad(self, reasons: Mapping[int, str]) -> None:
-        """Merges ``{sample_id: reason}`` into ``bad_samples.json``; the first reason stays.
+        """Adds ``{sample_id: reason}`` to ``bad_samples.json``; a sample keeps its first reason.
 
-        Reasons that depend on who reads (``READERS_OWN``) are left out. The file is replaced as a
-        whole. Only the run's one writer (rank 0) may call this: two processes merging at once would
-        lose entries of one.
+        `REASONS_OF_ONE_READER` do not count. Only rank 0 may call this: two processes that replace
+        the file at once would lose entries.
         """
-        ids = sorted(int(i) for i, reason in reasons.items() if reason not in READERS_OWN)
+        ids = sorted(i for i, reason in reasons.items() if reason not in REASONS_OF_ONE_READER)
         if not ids:
             return
         now = self.bytes_of(ids)
-        found = {
+        entries = {
             key: {"reason": reasons[i], "bytes": now[i]}
             for i, key in zip(ids, self.keys(ids), strict=True)
         }
-        merged = {**found, **self.bad_samples()}
+        merged = {**entries, **self.bad_samples()}
         write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
 
     def check_bad_fraction(self, reasons: Mapping[int, object], max_bad_fraction: float) -> None:
-        """Raises ValueError, which names some, where more than ``data.max_bad_fraction`` of all
-        samples are bad: those of ``reasons`` but for the ones that ``data.exclude`` lists."""
+        """Raises ValueError if more than the share ``max_bad_fraction`` of all samples are bad.
+
+        ``reasons`` are the bad samples by id; those that ``data.exclude`` lists do not count.
+        """
         bad = [sample_id for sample_id, reason in reasons.items() if reason != EXCLUDED]
         if len(bad) > max_bad_fraction * len(self):
             least = math.ceil(1000 * len(bad) / len(self)) / 1000
@@ -373,44 +378,42 @@ class SampleIndex:
             )
 
     def checked(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """The ids as int64 [n]; IndexError for one outside the index."""
-        wanted = np.asarray(ids, np.int64)
-        if (outside := wanted[(wanted < 0) | (wanted >= len(self))]).size:
+        """Returns the ids as int64 [n]; IndexError for one outside the index."""
+        array = np.asarray(ids, np.int64)
+        if (outside := array[(array < 0) | (array >= len(self))]).size:
             raise IndexError(f"sample_id {outside[0]}, the index has 0..{len(self) - 1}")
-        return wanted
+        return array
 
 
-class BadSamples:
-    """The undecodable samples of an index that one verb knows of; every rank makes one at once."""
+class SharedBadSamples:
+    """The bad samples of an index, known to all ranks. Making one is a collective."""
 
     def __init__(self, index: SampleIndex, max_bad_fraction: float) -> None:
         from mclclip.ranks import collectives  # torch, which readers of an index do without
 
         self.index = index
         self.max_bad_fraction = max_bad_fraction
-        # Asked of one process: where there are some, all keys of the index are read for them.
-        self.known: dict[int, str] = dict.fromkeys(collectives.on_main(index.bad_ids).tolist(), "")
+        # One process reads them for all: it may have to read all keys of the index.
+        self.reasons = dict.fromkeys(collectives.on_main(index.bad_ids).tolist(), "")
 
-    def share(self, found: Mapping[int, str]) -> int:
-        """Tells all ranks which samples this rank found (sample_id -> reason); returns the number
-        of all known ones.
+    def add(self, reasons: Mapping[int, str]) -> int:
+        """Tells all ranks the bad samples of this rank, {sample_id: reason}; returns their number.
 
-        A collective: every rank calls it. Rank 0 adds new ones to the index's ``bad_samples.json``
-        and logs some of them. Raises ValueError on all ranks where more than ``max_bad_fraction``
-        of the index's samples are known to be bad.
+        The number includes those of all ranks and of earlier calls. A collective: every rank calls
+        it. Rank 0 adds new ones to the index's ``bad_samples.json`` and logs some of them. Raises
+        ValueError on all ranks if more than ``max_bad_fraction`` of the samples are bad.
         """
         from mclclip.ranks import collectives
 
         everywhere = {
-            i: r for part in collectives.gather_objects(dict(found)) for i, r in part.items()
+            i: r for part in collectives.gather_objects(dict(reasons)) for i, r in part.items()
         }
-        new = {i: reason for i, reason in everywhere.items() if i not in self.known}
-        self.known |= new
+        new = {i: reason for i, reason in everywhere.items() if i not in self.reasons}
+        self.reasons |= new
         if new and collectives.rank() == 0:
             self.index.add_bad(new)
             keys = self.index.names(sorted(new)[:5])
-            reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
-            told = count_of(len(new), "sample")
-            log.warning("%s cannot be used: %s", told, ", ".join(reasons))
-        self.index.check_bad_fraction(self.known, self.max_bad_fraction)
-        return len(self.known)
+            examples = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
+            log.warning("%s cannot be used: %s", count_of(len(new), "sample"), ", ".join(examples))
+        self.index.check_bad_fraction(self.reasons, self.max_bad_fraction)
+        return len(self.reasons)

@@ -1,12 +1,11 @@
-"""Chooses samples of a shard by a file of their uids.
+"""Chooses the samples of a shard whose uids are in a file (``data.sources.NAME.subset``).
 
 img2dataset writes ``00000.parquet`` beside ``00000.tar``, one row per url, with the sample's
-``key``; DataComp adds ``uid``, 128 bits as 32 hex digits. A subset is DataComp's: a ``.npy`` of
-dtype ``u8,u8``, sorted, each row the upper and the lower 64 bits of a uid. A uid that occurs there
+``key``; DataComp adds ``uid``, 128 bits as 32 hex digits. DataComp's file of a subset is a ``.npy``
+of dtype ``u8,u8``, sorted; each row has the upper and the lower 64 bits of a uid. A uid that occurs
 several times (DataComp's resharder repeats such a sample) chooses its sample once.
 
-A filter goes to the process that scans the shard. It searches the uids on the disk, of which there
-may be more than fit into memory.
+The process that scans a shard searches the uids on disk, since they may not fit into memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ log = logging.getLogger("mclclip")
 
 UID = np.dtype("u8,u8")
 MAX_METADATA_BYTES = 1 << 32
-"""Of one parquet, before compression."""
+"""Most bytes of one parquet file, before compression."""
 
 MAX_METADATA_ROWS = 1 << 26
 UIDS_AT_ONCE = 1 << 20
@@ -43,9 +42,9 @@ _HEX = "^[0-9a-fA-F]{1,32}$"
 
 
 def open_uids(path: str) -> npt.NDArray[np.void]:
-    """The uids of a subset's file, [n] of dtype `UID`, memory-mapped.
+    """Opens the uids of a subset, [n] of dtype `UID`, memory-mapped.
 
-    Raises FileNotFoundError, and ValueError for a file of anything else.
+    Raises FileNotFoundError, and ValueError for another kind of file.
     """
     uids = open_given_npy(Path(path), "uids")
     if uids.dtype != UID or uids.ndim != 1:
@@ -58,9 +57,9 @@ def open_uids(path: str) -> npt.NDArray[np.void]:
 
 
 def digest_uids(path: str) -> str:
-    """Digest of the uids of a subset's file, read once, a block at a time.
+    """Reads the uids of a subset block by block, and returns their digest.
 
-    Raises the errors of ``open_uids``, and ValueError where they are not sorted.
+    Raises the errors of ``open_uids``, and ValueError if the uids are not sorted.
     """
     uids = open_uids(path)
     log.info("index: reading %s, %s uids", path, f"{len(uids):,}")
@@ -79,9 +78,10 @@ def digest_uids(path: str) -> str:
 def _in_order(
     path: str, number: int, offset: int, repeated: list[int]
 ) -> Iterator[npt.NDArray[np.void]]:
-    """The uids block by block, not through the map, whose pages would count as memory in use.
+    """Yields the uids in blocks, and raises ValueError if they are not sorted.
 
-    The number of those that are equal to the one before is added to ``repeated``, by block.
+    It does not read them through a mapping, whose pages would count as used memory. For each block
+    the number of uids that equal the one before is appended to ``repeated``.
     """
     last = np.zeros(0, UID)
     with open(path, "rb") as file:
@@ -89,7 +89,7 @@ def _in_order(
         for start in range(0, number, UIDS_AT_ONCE):
             block = np.fromfile(file, UID, min(UIDS_AT_ONCE, number - start))
             both = np.concatenate([last, block])
-            # Upper halves decide nearly all, so that few lower ones are compared.
+            # The upper halves decide about nearly all, so that few lower halves are compared.
             doubtful = np.flatnonzero(both["f0"][1:] <= both["f0"][:-1])
             before, after = both[doubtful], both[doubtful + 1]
             if (wrong := doubtful[_is_less(after, before)]).size:
@@ -107,27 +107,27 @@ def _is_less(left: npt.NDArray[np.void], right: npt.NDArray[np.void]) -> npt.NDA
     return np.asarray(upper | ((left["f0"] == right["f0"]) & lower))
 
 
-def is_in(wanted: npt.NDArray[np.void], uids: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """bool [n]: whether each of the wanted [n] is among the sorted uids.
+def is_in(values: npt.NDArray[np.void], uids: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Returns for each of the ``values`` [n] if it is among the sorted uids, bool [n].
 
-    A bisection of all wanted ones at once: memory by their number. numpy's searchsorted compares
-    rows one by one, and copies the upper halves of all uids if it is given these.
+    It bisects for all values at once, and takes memory only for these. numpy's searchsorted would
+    be slow for pairs of numbers, and copy the upper halves of all uids.
     """
     if not len(uids):
-        return np.zeros(len(wanted), bool)
+        return np.zeros(len(values), bool)
     uids, last = np.asarray(uids), len(uids) - 1
-    low, high = np.zeros(len(wanted), np.int64), np.full(len(wanted), len(uids))
+    low, high = np.zeros(len(values), np.int64), np.full(len(values), len(uids))
     for _ in range(len(uids).bit_length()):
         middle = (low + high) // 2
-        less = _is_less(uids[np.minimum(middle, last)], wanted) & (low < high)
+        less = _is_less(uids[np.minimum(middle, last)], values) & (low < high)
         low, high = np.where(less, middle + 1, low), np.where(less, high, middle)
-    return np.asarray(uids[np.minimum(low, last)] == wanted)
+    return np.asarray(uids[np.minimum(low, last)] == values)
 
 
 def to_uids(texts: pa.Array) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
-    """Uids [n] of hex digits, and bool [n], False for what is none (then the uid is 0).
+    """Parses n texts of hex digits to uids [n], and bool [n]: False for a text that is no uid.
 
-    Leading zeros may be missing.
+    The uid is then 0. Leading zeros may be missing.
     """
     good = pc.fill_null(pc.match_substring_regex(texts, _HEX), False)
     digits = pc.ascii_lpad(pc.if_else(good, texts, "0"), 32, "0").to_pylist()
@@ -139,15 +139,16 @@ def to_uids(texts: pa.Array) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_
 
 
 def metadata_path(shard: str) -> str:
-    """Where img2dataset puts the metadata of a shard, a path or a url."""
+    """Returns the path or url of the metadata that img2dataset writes beside a shard."""
     path, mark, query = shard.partition("?") if protocol_of(shard) else (shard, "", "")
     return f"{path.removesuffix('.tar')}.parquet{mark}{query}"
 
 
 def read_uids(stored: StoredFile, keys: Sequence[str], remote: Remote) -> list[str | None]:
-    """The ``uid`` of each key as a parquet's text; None where it has none.
+    """Reads the ``uid`` of each key from a parquet file; None for a key without one.
 
-    Raises ValueError for a file that is no parquet or has no keys; the errors of ``open_whole``.
+    Raises ValueError for a file that is no parquet or has no keys, and the errors of
+    ``open_whole``.
     """
     where = printable(stored.path)
     with open_whole(stored, remote) as file:
@@ -157,7 +158,7 @@ def read_uids(stored: StoredFile, keys: Sequence[str], remote: Remote) -> list[s
             columns = ["key", *dict.fromkeys(n for n in names if n == "uid")]
             _check_columns(parquet.metadata, names, columns, where)
             table = parquet.read(columns=columns, use_threads=False)
-            table.validate(full=True)  # text that is no UTF-8, too
+            table.validate(full=True)  # raises for text that is not UTF-8
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{where} cannot be read as parquet ({message_of(error)}): fetch it again"
@@ -166,8 +167,8 @@ def read_uids(stored: StoredFile, keys: Sequence[str], remote: Remote) -> list[s
         raise ValueError(f"{where} has keys of type {table['key'].type}, wanted text")
     if "uid" not in columns or not _is_text(table["uid"].type):
         return [None] * len(keys)
-    known = table["key"].cast(pa.large_string()).combine_chunks()
-    rows = pc.index_in(pa.array(keys, pa.large_string()), value_set=known)
+    all_keys = table["key"].cast(pa.large_string()).combine_chunks()
+    rows = pc.index_in(pa.array(keys, pa.large_string()), value_set=all_keys)
     texts: list[str | None] = table["uid"].cast(pa.large_string()).take(rows).to_pylist()
     return texts
 
@@ -177,14 +178,13 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _check_columns(metadata: Any, names: Sequence[str], wanted: Sequence[str], where: str) -> None:
-    """Raises ValueError for a column that is not there once, and for more rows or bytes than a
-    shard's metadata can have."""
-    for name in wanted:
+def _check_columns(metadata: Any, names: Sequence[str], columns: Sequence[str], where: str) -> None:
+    """Raises ValueError unless each of ``columns`` is there once, and the file is not too large."""
+    for name in columns:
         if (number := names.count(name)) != 1:
             there = ", ".join(names[:50])
             raise ValueError(f"{where} has {number or 'no'} column {name}, it has {there}")
-    # Not of single columns: pyarrow ends the process over damage in their statistics.
+    # Sizes of single columns are not read: damage in their statistics makes pyarrow abort.
     groups = range(metadata.num_row_groups)
     size = sum(metadata.row_group(number).total_byte_size for number in groups)
     if metadata.num_rows > MAX_METADATA_ROWS or size > MAX_METADATA_BYTES:
@@ -199,11 +199,11 @@ def _check_columns(metadata: Any, names: Sequence[str], wanted: Sequence[str], w
 
 @dataclass(frozen=True)
 class ShardFilter:
-    """Which samples of a shard are taken.
+    """Chooses the samples of a shard by their uids.
 
-    subset    a file of uids
-    digest    of its uids
-    metadata  the parquet beside the shard; None: there is none, so uids come from ``.json`` members
+    subset    the file of the uids that are chosen
+    digest    the digest of these uids
+    metadata  the parquet file beside the shard; None: uids are in ``.json`` members
     """
 
     subset: str
@@ -212,7 +212,7 @@ class ShardFilter:
 
     @classmethod
     def of(cls, subset: str) -> ShardFilter:
-        """The filter of a source; reads the subset's file once.
+        """Makes a filter for the uids in the file ``subset``, which is read once to digest it.
 
         Raises the errors of ``digest_uids``.
         """
@@ -231,11 +231,11 @@ class ShardFilter:
         read_json: Callable[[int], bytes],
         remote: RemoteOptions | None = None,
     ) -> list[str | None]:
-        """For each sample the reason for which it is left out, None for those taken.
+        """Returns for each sample why it is left out ('no_uid' or 'subset'), or None.
 
-        ``read_json`` gives the ``.json`` member of the sample of a number, empty where it has none.
-        Reasons: ``no_uid`` and ``subset``. Raises the errors of ``read_uids``, and ValueError where
-        no sample has a uid.
+        ``keys`` are those of the samples; ``read_json(n)`` reads the ``.json`` member of sample n,
+        empty if it has none. Raises the errors of ``read_uids``, and ValueError if no sample has a
+        uid.
         """
         texts: list[str | None] = [None] * len(keys)
         if self.metadata is not None:
@@ -243,15 +243,15 @@ class ShardFilter:
         for number, text in enumerate(texts):
             if text is None:
                 texts[number] = _uid_of(read_json(number))
-        uids, known = to_uids(pa.array(texts, pa.large_string()))
-        if keys and not known.any():
+        uids, has_uid = to_uids(pa.array(texts, pa.large_string()))
+        if keys and not has_uid.any():
             raise ValueError(
                 f"no sample of {printable(shard)} has a uid, neither in a column 'uid' of "
                 f"{printable(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
                 "parquet that was written with the shard, or leave subset out"
             )
         reasons = np.where(
-            known, np.where(is_in(uids, open_uids(self.subset)), "", "subset"), "no_uid"
+            has_uid, np.where(is_in(uids, open_uids(self.subset)), "", "subset"), "no_uid"
         )
         return [reason or None for reason in reasons.tolist()]
 

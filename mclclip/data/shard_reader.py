@@ -1,4 +1,4 @@
-"""Reads byte ranges of shards, of files and of urls."""
+"""Reads ranges of bytes of shards, from files and urls."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Range = tuple[int, int, int]
 
 
 class ShardReader:
-    """Reads byte ranges of shards; keeps the ``data.max_open_files`` most recently used ones open.
+    """Reads ranges of bytes of shards; keeps up to ``data.max_open_files`` of them open.
 
-    Reads are positional (``pread``), so a file handle carries no state: processes that inherit it
-    over a fork do not disturb each other. Handles are not pickled. Threads may share a reader;
-    their reads take turns, and only one of them prefetches. Many ranges of shards behind urls are
-    best asked for by `prefetch` first. ``urls`` are the numbers of those behind urls.
+    Reads are positional (``pread``), so that processes that inherit a file handle over a fork do
+    not disturb each other. Handles are not pickled. Threads may share a reader; their reads take
+    turns, and only one thread may prefetch. To read many ranges of urls, call `prefetch` first.
+    ``urls`` are the numbers of the shards behind urls.
     """
 
-    # Ranges that were begun to be read, and how to take and to give up their bytes.
+    # The ranges that are being read ahead, and `take` and `give_up` of `Remote.start`.
     _coming: tuple[list[Range], Callable[[], list[bytes | OSError]], Callable[[], None]] | None
 
     def __init__(self, files: Sequence[StoredFile], options: DataConfig | None = None) -> None:
@@ -36,48 +36,50 @@ class ShardReader:
         self._start_empty()
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
+        """Reads ranges of urls in parallel, and keeps each until it is ``read``.
 
-        What was prefetched before and not read is forgotten. Raises as ``read`` does, but for a
-        shard that is gone or has changed: ``read`` asks for it again, and raises.
+        Ranges that an earlier call kept are dropped. Raises as ``read`` does, except for a shard
+        that is missing or has changed: only ``read`` raises then.
         """
         self._in_this_process()
         self._ahead.clear()
-        if wanted := self._behind_urls(ranges):
-            if self._coming is not None and set(wanted) <= set(self._coming[0]):
-                (wanted, take, _), self._coming = self._coming, None
+        if of_urls := self._behind_urls(ranges):
+            if self._coming is not None and set(of_urls) <= set(self._coming[0]):
+                (of_urls, take, _), self._coming = self._coming, None
             else:
-                take, _ = self._remote.start(self._of_urls(wanted))
-            both = zip(wanted, take(), strict=True)
+                take, _ = self._remote.start(self._url_ranges(of_urls))
+            both = zip(of_urls, take(), strict=True)
             self._ahead.update((r, data) for r, data in both if isinstance(data, bytes))
 
     def start_prefetch(self, ranges: Iterable[Range]) -> None:
-        """Begins to read ranges of shards behind urls, for a later ``prefetch`` of the same ones,
-        and does not wait. What was begun before and not asked for is given up."""
+        """Begins to read ranges of urls for a later ``prefetch`` of the same ones; does not wait.
+
+        An earlier start whose ranges were not prefetched is cancelled.
+        """
         self._in_this_process()
         if self._coming is not None:
             self._coming[2]()
             self._coming = None
-        if wanted := self._behind_urls(ranges):
-            self._coming = (wanted, *self._remote.start(self._of_urls(wanted)))
+        if of_urls := self._behind_urls(ranges):
+            self._coming = (of_urls, *self._remote.start(self._url_ranges(of_urls)))
 
     def _behind_urls(self, ranges: Iterable[Range]) -> list[Range]:
         return [r for r in ranges if r[0] in self.urls]
 
-    def _of_urls(self, ranges: Iterable[Range]) -> list[UrlRange]:
+    def _url_ranges(self, ranges: Iterable[Range]) -> list[UrlRange]:
         files = self._files
         return [(files[n].path, offset, size, files[n].tag) for n, offset, size in ranges]
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """``size`` bytes at ``offset`` of shard number ``shard``; fewer where a file ends.
+        """Reads ``size`` bytes at ``offset`` of a shard, or fewer if the file ends before.
 
-        Raises FileNotFoundError if the shard is gone, OSError if it cannot be read.
+        Raises FileNotFoundError if the shard is missing, OSError if it cannot be read.
         """
         self._in_this_process()
         if (ahead := self._ahead.pop((shard, offset, size), None)) is not None:
             return ahead
         if shard in self.urls:
-            return self._remote.read_ranges(self._of_urls([(shard, offset, size)]))[0]
+            return self._remote.read_ranges(self._url_ranges([(shard, offset, size)]))[0]
         parts: list[bytes] = []
         with self._lock:
             handle = self._handle(shard, self._files[shard].path)
@@ -89,8 +91,8 @@ class ShardReader:
 
     def _in_this_process(self) -> None:
         if self._pid != os.getpid():
-            # After a fork: the inherited lock may be held for ever, so it is made anew. Closing the
-            # inherited handles does not affect the parent.
+            # This process is a fork. The lock is made anew, since another thread of the parent may
+            # have held it. Closing the inherited handles does not affect the parent.
             self._start_empty(close=list(self._handles.values()))
 
     def _start_empty(self, close: Iterable[int] = ()) -> None:

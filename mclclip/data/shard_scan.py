@@ -1,8 +1,8 @@
 """Scans one tar shard for its samples, the places of their bytes, and faults.
 
 Only headers, captions and attributes are read. Members are grouped by webdataset's key rule, so
-that a sample has the key a webdataset reader would give it. A shard may come from anybody: what it
-asks for is bounded, and a fault in it is counted by its reason.
+that samples have the keys that a webdataset reader would give them. Since a shard may come from
+anybody, everything that is read has a bound, and faults are counted by their reasons.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# pyarrow imports pandas at its first table. Here it is imported before any connection is open:
-# Python 3.11 fails (KeyError in importlib) where a collected connection imports during an import.
+# pyarrow would import pandas at its first table. It is imported here, before any connection is
+# open: if one is garbage collected during an import, Python 3.11 fails (KeyError in importlib).
 import pandas as pd  # noqa: F401
 import pyarrow as pa
 
@@ -38,21 +38,21 @@ ARRAY_EXTENSION = "npy"
 _READ_EXTENSIONS = frozenset((*IMAGE_EXTENSIONS, ARRAY_EXTENSION, "txt", "json"))
 MAX_NAME = 4096  # characters of a member's name
 MAX_TEXT_BYTES = 1 << 24
-"""Of a sample's captions or ``.json``."""
+"""Most bytes of a sample's captions or ``.json``."""
 
 MAX_IMAGE_BYTES = 1 << 30
-_POINTER_BYTES = 1024  # of a pointer of git-lfs at most, as its specification says
+_POINTER_BYTES = 1024  # most bytes of a pointer of git-lfs, by its specification
 RANGES = ("image_offset", "image_size", "text_offset", "text_size")
 ROW = pa.schema(
     [("key", pa.large_string()), *((name, pa.int64()) for name in RANGES)]
     + [("num_captions", pa.int32())]
 )
-# CRC-32 of the member with the captions (0: none), and of the image where pixels are recorded.
+# CRC-32 of the member with the captions (0: none), and of the image if images are read.
 TEXT_CRC, IMAGE_CRC = "text_crc32", "image_crc32"
-ATTRIBUTE = "attribute:"  # begins the name of an attribute's column, which holds TEXT
+ATTRIBUTE = "attribute:"  # begins the names of the columns of attributes, which hold TEXT
 PER_FIELD = "captions per field"
-"""Attribute of samples whose captions come from several fields: ``2x0.3 1x0.7`` are two captions of
-a field that is drawn with the probability 0.3, and one of another."""
+"""An attribute of samples whose captions come from several fields: ``2x0.3 1x0.7`` means two
+captions of a field that is drawn with the probability 0.3, and one of a field of 0.7."""
 TEXT = pa.dictionary(pa.int32(), pa.large_string())
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that are no samples
@@ -62,39 +62,38 @@ _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that 
 
 
 def captions_text(captions: str | Mapping[str, float]) -> str:
-    """``data.sources.NAME.captions`` as a shard's record keeps it; a mapping is JSON there."""
+    """Returns ``data.sources.NAME.captions`` as a text for `Shard.captions`; a mapping as JSON."""
     if isinstance(captions, str):
         return captions
     return next(iter(captions)) if len(captions) == 1 else json.dumps(dict(captions))
 
 
 def caption_fields(captions: str) -> dict[str, float]:
-    """Probabilities of JSON fields by their names: none for ``txt`` and ``lines``, one field for
-    ``json:FIELD``, several for the JSON of a mapping (``captions_text``); ValueError for
-    anything else."""
-    given = {captions: 1.0}
+    """Parses the result of `captions_text` to {JSON field: its probability}.
+
+    It is empty for ``txt`` and ``lines``, and has one field for ``json:FIELD``. Raises ValueError
+    for anything else.
+    """
+    shares = {captions: 1.0}
     if captions.startswith("{"):
-        given = parse_json(captions.encode(), "captions")
+        shares = parse_json(captions.encode(), "captions")
     elif captions in ("txt", "lines"):
         return {}
-    for key in given or [captions]:
+    for key in shares or [captions]:
         if not key.startswith("json:") or key == "json:":
-            wanted = (
-                "'txt', 'lines' or 'json:FIELD'"
-                if len(given) == 1
-                else "'json:FIELD' for every field"
-            )
-            raise ValueError(f"captions is {key!r}, expected {wanted}")
-    return {key.removeprefix("json:"): share for key, share in given.items()}
+            one = "'txt', 'lines' or 'json:FIELD'"
+            expected = one if len(shares) == 1 else "'json:FIELD' for every field"
+            raise ValueError(f"captions is {key!r}, expected {expected}")
+    return {key.removeprefix("json:"): share for key, share in shares.items()}
 
 
 def captions_by_field(data: bytes, captions: str) -> list[list[str]]:
-    """The captions in a ``.txt`` or ``.json`` member, a list for each field of ``captions`` (one
-    for ``txt`` and ``lines``), stripped; blank ones and `NO_TEXTS` do not count.
+    """Parses a ``.txt`` or ``.json`` member: a list of captions for each field of ``captions``.
 
-    ``txt`` is one caption, ``lines`` has one on each line. A field holds a string or a list of
-    strings; a missing field or another type gives no caption. Raises ValueError for JSON that does
-    not parse, and the errors of ``read_text``.
+    For ``txt`` (one caption) and ``lines`` (one on each line) there is one list. A JSON field holds
+    a string or a list of strings; a missing field or another type has no caption. Captions are
+    stripped; blank ones and `NO_TEXTS` do not count. Raises ValueError for JSON that does not
+    parse, and the errors of ``read_text``.
     """
     fields: list[Any] = []
     if names := caption_fields(captions):
@@ -103,26 +102,25 @@ def captions_by_field(data: bytes, captions: str) -> list[list[str]]:
     else:
         text = read_text(data)
         fields = [text.splitlines() if captions == "lines" else text]
-    found = []
+    by_field = []
     for values in fields:
         listed = [values] if isinstance(values, str) else values
         listed = listed if isinstance(listed, list) else []
-        # Lone surrogates (from \ud800 in JSON) are no text that a tokenizer could encode.
+        # JSON may have half a surrogate pair (\ud800), which a tokenizer could not encode.
         texts = (v.encode("utf-8", "replace").decode() for v in listed if isinstance(v, str))
-        found.append([text for text in map(str.strip, texts) if is_caption(text)])
-    return found
+        by_field.append([text for text in map(str.strip, texts) if is_caption(text)])
+    return by_field
 
 
 def is_caption(text: str) -> bool:
-    """Returns whether a stripped text is neither blank nor a word for a missing value."""
+    """Returns False if a stripped text is blank or a word for a missing value."""
     return bool(text) and (len(text) > 4 or text.lower() not in NO_TEXTS)
 
 
 def read_text(data: bytes) -> str:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 where its byte order mark says so.
+    """Decodes a text: UTF-8, or UTF-16 or UTF-32 if its byte order mark says so.
 
-    Raises TextFault, with a reason of `findings.REASONS`, for other text and for a pointer of
-    git-lfs.
+    Raises TextFault for other text and for a pointer of git-lfs.
     """
     if data.startswith(LFS_POINTER):
         raise TextFault("lfs_pointer")
@@ -133,7 +131,7 @@ def read_text(data: bytes) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """The text of a file; ValueError, which names it, where it cannot be read."""
+    """Reads the text of a file; ValueError, which names the file, if that fails."""
     try:
         return read_text(read_bounded(path, MAX_TEXT_BYTES))
     except TextFault as fault:
@@ -141,14 +139,16 @@ def read_text_file(path: Path) -> str:
 
 
 def num_lines(text: str) -> int:
-    """The number of lines that are not blank."""
+    """Counts the lines that are not blank."""
     return sum(1 for line in text.splitlines() if line.strip())
 
 
 def form_of_texts(files: Iterable[bytes], what: str) -> str:
-    """How captions stand in texts of other people, of which the first thousand are read: ``lines``,
-    which the log says of ``what``, where nearly all have the same number of them, above one; else
-    ``txt``."""
+    """Guesses from the first thousand texts if a text is one caption ('txt') or several ('lines').
+
+    It is 'lines' if nearly all have the same number of lines, more than one. Then it logs so;
+    ``what`` names the texts.
+    """
     counts: Counter[int] = Counter()
     for data in itertools.islice(files, 1000):
         with suppress(TextFault):
@@ -161,7 +161,7 @@ def form_of_texts(files: Iterable[bytes], what: str) -> str:
 
 
 def encoding_of(data: bytes) -> str:
-    """The encoding that the byte order mark at the start of a file names; UTF-8 without one."""
+    """Returns the encoding by the byte order mark at the start of a file; UTF-8 without one."""
     if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"
     return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
@@ -176,7 +176,7 @@ class TextFault(ValueError):
 
 
 def parse_captions(data: bytes, captions: str) -> list[str]:
-    """All captions of a member (``captions_by_field``), those of the first field first."""
+    """Parses all captions of a member (`captions_by_field`), those of the first field first."""
     return [text for texts in captions_by_field(data, captions) for text in texts]
 
 
@@ -184,8 +184,10 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a tuple. Raises ValueError for a blank name, one that occurs twice, and the
-    index's own (`PER_FIELD`)."""
+    """Returns names of attributes as a tuple.
+
+    Raises ValueError for a blank name, one that occurs twice, and the index's own `PER_FIELD`.
+    """
     if PER_FIELD in names:
         raise ValueError(f"{PER_FIELD!r} is an attribute that the index makes: rename the field")
     if any(not name.strip() for name in names) or len(set(names)) < len(names):
@@ -194,11 +196,11 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
-    """The values of these fields in a ``.json`` member, in their order; None for no value.
+    """Parses the values of attributes from a ``.json`` member; None for a missing value.
 
     A value is a string or an integer; the integer 3 and the string "3" are the same value.
-    Everything else (true and false, fractions, lists, objects, null, a blank string, a field that
-    is missing) is no value, and so is JSON that does not parse.
+    Everything else (true, a fraction, a list, an object, null, a blank string, a missing field,
+    JSON that does not parse) is a missing value.
     """
     try:
         tree = parse_json(data, "attributes")
@@ -206,12 +208,12 @@ def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
         tree = None
     values: list[str | None] = []
     for name in names:
-        found = tree.get(name) if isinstance(tree, dict) else None
-        if isinstance(found, int) and not isinstance(found, bool):
-            values.append(str(found))
-        elif isinstance(found, str) and found.strip():
-            # Lone surrogates (from \ud800 in JSON) fit into no table.
-            values.append(found.encode("utf-8", "replace").decode())
+        value = tree.get(name) if isinstance(tree, dict) else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            values.append(str(value))
+        elif isinstance(value, str) and value.strip():
+            # JSON may have half a surrogate pair (\ud800), which the table could not hold.
+            values.append(value.encode("utf-8", "replace").decode())
         else:
             values.append(None)
     return values
@@ -222,12 +224,12 @@ def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
 
 @dataclass(frozen=True)
 class ShardScan:
-    """Samples of one shard in tar order, and what was found on the way.
+    """The samples of one shard in tar order.
 
-    rows: the columns of ROW and TEXT_CRC, IMAGE_CRC if pixels were read, and one per attribute that
-    was asked for, as text that arrow has coded.
-    digest: of the members, captions and attributes of all samples, also of those that a filter left
-    out; not of the pixels. So it says of a shard whether it has changed, without its filter.
+    rows      the columns of ROW and TEXT_CRC, IMAGE_CRC if images were read, and one per attribute
+    findings  counts of everything that is not used
+    digest    digest of the members, captions and attributes of all samples, including those that a
+              filter leaves out, so that it does not depend on the filter; images do not count
     """
 
     rows: pa.RecordBatch
@@ -237,7 +239,7 @@ class ShardScan:
 
 @dataclass(slots=True)
 class Group:
-    """Members of one key, as (offset, size)."""
+    """The members of one key, each as (offset, size)."""
 
     image: tuple[int, int] | None = None
     array: tuple[int, int] | None = None
@@ -247,16 +249,17 @@ class Group:
     extensions: Counter[str] = field(default_factory=Counter)
 
     def full_key(self, key: str) -> str:
-        """The key with the names of its first members, for a message about what it lacks."""
+        """Names a group for messages: 'cats/1 (1.txt, 1.jpg.txt: names are cut at ...)'."""
         names = [f"{key.rpartition('/')[2]}.{extension}" for extension in self.extensions]
         cut = ": names are cut at their first dot" if any("." in e for e in self.extensions) else ""
         return f"{key} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{cut})"
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:
-    """(key, lower-case extension) of a tar member, cut at the first dot of its base name.
+    """Splits the name of a tar member at the first dot of its base name.
 
-    None where that leaves no key or no extension, and for names that are not UTF-8.
+    Returns (key, extension in lower case), or None if one of them is empty or the name is not
+    UTF-8. For example 'a/b.seg.PNG' gives ('a/b', 'seg.png').
     """
     try:
         name.encode()
@@ -274,26 +277,27 @@ def scan_shard(
     attributes: Sequence[str] = (),
     pixels: bool = False,
     remote: RemoteOptions | None = None,
-    chosen: ShardFilter | None = None,
+    subset: ShardFilter | None = None,
 ) -> ShardScan:
-    """Reads the headers (and captions, ``attributes``, and with ``pixels`` images) of a tar shard.
+    """Reads headers, captions and ``attributes`` of a tar shard, and with ``pixels`` the images.
 
-    Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
-    ``txt``, ``json:FIELD`` or several (``caption_fields``); text_offset and text_size point at that
-    member (0 and 0 where there is none). A sample needs an image; an array (``.npy``) is the image
-    where there is no picture. A sample without a caption has num_captions 0; this, fields without a
-    caption and missing values of attributes are counted in the findings. Keys get the prefix
-    ``source/``. Samples that are not ``chosen`` have no row and are counted by the filter's
-    reasons. Raises ValueError for compressed tars (no random access), OSError where the file cannot
-    be read, and the errors of the filter. A shard behind a url is fetched whole, once, as
-    ``remote`` says.
+    source    begins the keys, ``source/key``
+    captions  where captions are, in the form of `captions_text`; text_offset and text_size are the
+              place of that member (0 and 0: there is none)
+    remote    how a url is read; its shard is fetched once, as a whole
+    subset    chooses samples; the others have no row and are counted in the findings
+
+    Members are grouped by webdataset's key rule, in any order within the shard. A sample needs an
+    image; an array (``.npy``) counts if there is no picture. Findings also count samples without
+    a caption, and missing fields and attributes. Raises ValueError for compressed tars (they have
+    no random access), OSError if the file cannot be read, and the errors of the filter.
     """
     path, findings, unseen = stored.path, Findings(), Findings()
     text_extension = "json" if (fields := caption_fields(captions)) else "txt"
     members = (TEXT_CRC, IMAGE_CRC) if pixels else (TEXT_CRC,)
     extra = [pa.field(name, pa.uint32()) for name in members]
-    named = [*attributes, PER_FIELD] if len(fields) > 1 else attributes
-    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in named]
+    names = [*attributes, PER_FIELD] if len(fields) > 1 else attributes
+    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in names]
     rows: list[dict[str, Any]] = []
     taken: list[bool] = []
     with open_whole(stored, Remote(remote)) as file:
@@ -306,9 +310,9 @@ def scan_shard(
         file.seek(0)
         groups = group_members(file, path, text_extension, findings)
         reasons: list[str | None] = [None] * len(groups)
-        if chosen is not None:
+        if subset is not None:
             jsons = [group.json for group in groups.values()]
-            reasons = chosen.why_not(path, [*groups], lambda n: read_member(file, jsons[n]), remote)
+            reasons = subset.why_not(path, [*groups], lambda n: read_member(file, jsons[n]), remote)
         for (key, group), reason in zip(groups.items(), reasons, strict=True):
             row: dict[str, Any] = {"key": f"{source}/{key}"}
             if reason is not None:
@@ -337,8 +341,10 @@ def _fill_row(
     attributes: Sequence[str],
     findings: Findings,
 ) -> bool:
-    """Adds a sample's columns to its key, without the checksum of its image; False where it has no
-    image that can be used."""
+    """Adds the columns of a sample to its ``row``, which has its key; not the image's checksum.
+
+    Returns False if the sample has no image that can be used.
+    """
     full = row["key"]
     if group.num_images > 1:
         findings.add("several_images", full)
@@ -393,8 +399,10 @@ def _fill_row(
 def group_members(
     file: BinaryIO, path: str, text_extension: str, findings: Findings
 ) -> dict[str, Group]:
-    """The members of a tar by key, in its order, up to the first fault, which is counted; of
-    members of the same name the first is kept."""
+    """Groups the members of a tar by key, up to the first fault, which is counted.
+
+    Of members of the same name the first one counts.
+    """
     groups: dict[str, Group] = {}
     try:
         for member in read_members(file):
@@ -439,5 +447,5 @@ def _read(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
 
 
 def read_member(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
-    """A member with text; empty where there is none or it is too large to be read."""
+    """Reads a member with text; empty if there is none or it is too large."""
     return b"" if place is None or place[1] > MAX_TEXT_BYTES else _read(file, place)

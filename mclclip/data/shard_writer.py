@@ -1,9 +1,8 @@
 """Writes samples as WebDataset shards in img2dataset's layout.
 
-``00000.tar`` holds ``KEY.jpg KEY.json KEY.txt`` per sample; ``.txt`` is the first caption,
-``.json`` has all of them and the metadata. An image of other than three channels is ``KEY.npy``:
-uint8 [H, W, C] as ``numpy.save`` writes it, without pickle. The same samples give the same bytes:
-times are 0, owners fixed.
+``00000.tar`` holds ``KEY.jpg KEY.json KEY.txt`` for each sample; ``.txt`` is the first caption,
+``.json`` has all captions and the metadata. An array of any number of channels is ``KEY.npy``,
+uint8 [H, W, C]. The same samples give the same bytes: times are 0, owners fixed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
-from mclclip.run.artifacts import made_of
+from mclclip.run.artifacts import read_identity
 from mclclip.util.files import Record, record_of, remove_leftovers, whole_file
 
 PACKED_FROM = "packed_from"
-"""Field of a sample's ``.json`` with the file, or the row of a table, that ``pack`` read."""
+"""Field of a sample's ``.json``: the file, or the row of a table, that ``pack`` made it of."""
 
 _OWNER = "mclclip"
 _MAGIC = {
@@ -37,9 +36,11 @@ _OWN_NAME = re.compile(r"\d{5,}\.tar")
 
 @dataclass(frozen=True)
 class PackedSample:
-    """One image, byte for byte as it is stored, with its captions (the first goes to ``.txt``).
+    """One sample to be written.
 
-    ``folder``: its shard lies in this folder of that of all shards; "" is the latter itself.
+    image      the bytes of the image, which are stored unchanged
+    extension  its kind, such as 'jpg'
+    folder     the folder of its shard, below that of all shards; "" for the latter itself
     """
 
     key: str
@@ -50,22 +51,17 @@ class PackedSample:
     folder: str = ""
 
     def members(self) -> dict[str, Any]:
-        """The tar members by extension, as webdataset's writer takes them.
+        """Returns the tar members by extension, as webdataset's writer takes them.
 
         ``key``, ``caption`` and ``captions`` replace metadata of these names. A sample without
-        captions gets no ``.txt``. Raises ValueError for a key or extension that a reader would
-        split in another way.
+        captions has no ``.txt``. Raises ValueError for a key with a dot, which readers would cut.
         """
         if split_member_name(f"{self.key}.{self.extension}") != (self.key, self.extension):
             raise ValueError(
                 f"key {self.key!r} with extension {self.extension!r}: a key needs a name without "
                 f"dots, or readers cut it at the first one"
             )
-        if self.extension not in (known := (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
-            raise ValueError(
-                f"sample {self.key!r} has the extension {self.extension!r}, expected one of "
-                f"{', '.join(known)}"
-            )
+        assert self.extension in (*IMAGE_EXTENSIONS, ARRAY_EXTENSION), self.extension
         first = self.captions[0] if self.captions else None
         facts = {**self.metadata, "key": self.key, "caption": first, "captions": self.captions}
         text = json.dumps(facts, ensure_ascii=False, sort_keys=True)
@@ -79,18 +75,17 @@ def write_shards(
     samples_per_shard: int,
     records: dict[str, Record] | None = None,
 ) -> list[Path]:
-    """Writes ``{shard:05d}.tar`` files of ``samples_per_shard`` samples, one series for each folder
-    that samples name; returns them in the order in which they were begun.
+    """Writes shards ``00000.tar``, ``00001.tar``, ... in each folder that samples name.
 
-    A shard has a temporary name until it is whole, so that a killed writer leaves none that looks
-    finished. Existing shards of the same number are replaced, and those of higher numbers, which a
-    killed writer of more samples left, are removed. Raises ValueError for a key that occurs twice
-    (naming both samples by number, counted from 0). Memory: one set of keys. ``records`` gets the
-    record of each shard by its name below ``directory``, made while the page cache holds it.
+    Returns their paths. A shard has a temporary name until it is complete, so that a killed writer
+    leaves none that looks finished. Existing shards of the same number are replaced, and those of
+    higher numbers, which an earlier writer left, are removed. ``records`` gets the record (size and
+    digest) of each shard by its name below ``directory``. Raises ValueError for a key that occurs
+    twice. Memory: the set of keys.
     """
     if samples_per_shard < 1:
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
-    from webdataset.writer import TarWriter  # imports torch: what is refused does not wait for it
+    from webdataset.writer import TarWriter  # imports torch, which takes a second
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -102,10 +97,11 @@ def write_shards(
     writers: dict[str, TarWriter] = {}
     shards: dict[str, ExitStack] = {}  # closed: the shard is whole; left by an error: it is removed
     with ExitStack() as every:
-        for own, sample in enumerate(samples):
-            if (earlier := seen.setdefault(sample.key, own)) != own:
+        for sample_number, sample in enumerate(samples):
+            earlier = seen.setdefault(sample.key, sample_number)
+            if earlier != sample_number:
                 raise ValueError(
-                    f"samples {earlier} and {own} (counted from 0) have the same key "
+                    f"samples {earlier} and {sample_number} (counted from 0) have the same key "
                     f"{sample.key!r}: keys must be unique"
                 )
             folder = sample.folder
@@ -134,20 +130,22 @@ def write_shards(
 
 
 def image_extension(data: bytes) -> str | None:
-    """The extension of an image of a kind that shards hold, by its first bytes; None of another."""
-    found = next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
-    found = "avif" if data[4:12] in (b"ftypavif", b"ftypavis") else found
-    return found if found in (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) else None
+    """Returns the extension of an image by its first bytes; None if shards do not hold its kind."""
+    extension = next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
+    extension = "avif" if data[4:12] in (b"ftypavif", b"ftypavis") else extension
+    return extension if extension in (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) else None
 
 
 def check_foreign(out: Path, verb: str, *folders: str) -> None:
-    """Raises ValueError where ``out``, or one of these folders in it, holds shards and no record
-    that a verb began or finished there: they would be mixed with others, or replaced."""
+    """Raises ValueError if ``out``, or one of the ``folders`` in it, holds shards of somebody else.
+
+    They would be mixed with ours, or replaced. A folder is ours if a verb began or finished there.
+    """
     out = Path(out)
     places = [out, *(out / folder for folder in folders)]
-    found = next((path for place in places for path in sorted(place.glob("*.tar"))), None)
-    if found is not None and not made_of(out):
+    shard = next((path for place in places for path in sorted(place.glob("*.tar"))), None)
+    if shard is not None and not read_identity(out):
         raise ValueError(
-            f"{found.parent} holds shards that 'mclclip {verb}' did not write, such as "
-            f"{found.name}: use another folder"
+            f"{shard.parent} holds shards that 'mclclip {verb}' did not write, such as "
+            f"{shard.name}: use another folder"
         )

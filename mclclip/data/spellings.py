@@ -1,4 +1,4 @@
-"""Names of files that lead nowhere because they are spelt otherwise than on disk."""
+"""Explains file names that are not found because they are spelt differently on disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FILE_URL = "file://"
 
 
 def explain_missing(folder: Path, name: str) -> str | None:
-    """Returns why no file of ``folder`` has this name, in words; None where no name is near it.
+    """Says why ``folder`` has no file of this name; None if it has no similar name.
 
-    The causes are those that people meet: urls of files, backslashes, another Unicode form (macOS
-    takes accents apart), capital letters, and a suffix that was left out.
+    It knows the usual causes: file:// urls, backslashes, another Unicode form (macOS stores letters
+    and accents apart), capital letters, and a missing suffix.
     """
     plain, causes = name, []
-    if plain.startswith("file:/"):  # a path that was joined has lost a slash
+    if plain.startswith("file:/"):  # pathlib makes one slash of two
         plain = "/" + unquote(plain).removeprefix("file:").lstrip("/")
         causes.append(f"it begins with {FILE_URL}, which is no part of a name")
     if "\\" in plain:
@@ -29,17 +29,17 @@ def explain_missing(folder: Path, name: str) -> str | None:
         if not os.path.exists(near):
             if os.path.islink(near):
                 return f"{near} is a link to nothing: {os.readlink(near)}"
-            found = _nearest(place, part)
-            if found is None:
+            nearest = _nearest(place, part)
+            if nearest is None:
                 return None
-            near, cause = found
+            near, cause = nearest
             causes.append(f"{cause} ({near})")
         place = near
     return f"{name} is not there under this name: {'; '.join(causes)}" if causes else None
 
 
 def _nearest(folder: Path, part: str) -> tuple[Path, str] | None:
-    """The entry of a folder that differs from ``part`` in its spelling alone, and how."""
+    """Finds the entry of a folder that is spelt like ``part`` except for one cause; or None."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     for cause, spell in (
         ("the file's name has another Unicode form", _composed),

@@ -1,10 +1,9 @@
-"""Readers of tables of images and captions, and of what is as good as one: a folder of pictures,
-tar shards, COCO's JSON.
+"""Reads images and captions from JSON lines, JSON, Parquet, Arrow and tar shards, as tables.
 
-A reader yields (where, {column: value}), one row after another, and says beforehand which columns
-there are. The value of an image is the name of a file, or the bytes themselves, as Hugging Face's
-``{bytes, path}`` too. Faults of tar shards are counted; another file that does not parse is one
-line.
+Each format is a `Format`: its columns, and a function that yields (where, {column: value}) for
+each row. The value of an image is the name of a file, the bytes of the image, or Hugging Face's
+``{bytes, path}``. Faults in tar shards are counted in the findings; for another file that does not
+parse, ValueError says so in one line.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import pandas as pd  # noqa: F401 (see shard_scan)
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import (
     MAX_IMAGE_BYTES,
@@ -43,46 +42,46 @@ IMAGE_COLUMNS = (
 CAPTION_COLUMNS = ("title", "caption", "captions", "text", "comment")
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 LINES = (".jsonl", ".jsonlines", ".ndjson")
-_EXAMPLES = 100  # rows of JSON lines by which their columns are known
-_BATCH_BYTES = 1 << 25  # of Parquet's rows that are held at a time
+_EXAMPLES = 100  # rows of JSON lines that are read to find the columns
+_BATCH_BYTES = 1 << 25  # bytes of Parquet rows that are in memory at a time
 
 Fields = dict[str, Any]
 Rows = Iterator[tuple[str, Fields]]
 NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
-"""Files that are candidates with or without a caption, and (file, caption) pairs."""
+"""All images by their file names, with or without a caption; and (file name, caption) pairs."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """``columns``: an example of the values of each. ``chosen``: the columns of images and captions
-    of a format that has no names to choose from. ``count``: number of rows, None if not known.
-    ``unread``: the types of columns that cannot be read, by name."""
+    """A table that is open to be read.
+
+    columns     an example value of each column
+    rows        reads the rows, and counts faults in the given findings
+    count       number of rows; None: not known
+    fixed       the columns of images and of captions, if the format has no other columns
+    unreadable  the types of columns that cannot be read, by name
+    """
 
     columns: Fields
     rows: Callable[[Findings], Rows]
     count: int | None = None
-    chosen: tuple[str, str] | None = None
-    unread: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[str, str] | None = None
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_stored(value: Any) -> bool:
-    """Returns whether a value is an image: bytes, or Hugging Face's struct of bytes and path."""
+    """Returns True if a value is an image: bytes, or Hugging Face's struct of bytes and path."""
     return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
 
 
 def present_columns(columns: Fields, names: Sequence[str]) -> list[str]:
-    """The columns of these names, whatever their case, in the order of the names."""
-    found = [column for column in columns if column.strip().lower() in names]
-    return sorted(found, key=lambda column: names.index(column.strip().lower()))
-
-
-def suffix_of(path: str | Path) -> str:
-    """The suffix of a name in lower case, without its dot."""
-    return os.path.splitext(path)[1].lower().removeprefix(".")
+    """Returns the columns that have one of the ``names`` in any case, in the order of these."""
+    present = [column for column in columns if column.strip().lower() in names]
+    return sorted(present, key=lambda column: names.index(column.strip().lower()))
 
 
 def check_once(path: Path, names: Sequence[str]) -> None:
-    """Raises ValueError for a name that two columns have."""
+    """Raises ValueError if two columns have the same name."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"{path} names the column {twice[0]!r} twice: rename one of them")
@@ -105,19 +104,19 @@ def _lines(files: Sequence[Path]) -> Format:
 
     columns: Fields = {}
     for _, fields in itertools.islice(rows(Findings()), _EXAMPLES):
-        # A text says more than a number, and a number more than null: a first row may be odd.
+        # The first row may be odd: a text is a better example than a number, a number than null.
         for name, value in fields.items():
-            if _telling(value) > _telling(columns.get(name, None)) or name not in columns:
+            if _rank(value) > _rank(columns.get(name, None)) or name not in columns:
                 columns[name] = value
     return Format(columns, rows)
 
 
 def is_missing(value: Any) -> bool:
-    """Returns whether a value stands for none: null, and NaN, which pandas writes for it."""
+    """Returns True for null, and for NaN, which pandas writes for a missing value."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _telling(value: Any) -> int:
+def _rank(value: Any) -> int:
     return 2 if isinstance(value, str | list) else int(not is_missing(value))
 
 
@@ -130,13 +129,12 @@ def _json(files: Sequence[Path]) -> Format:
         for number, (name, text) in enumerate(pairs, start=1):
             yield f"{path.name} caption {number}", {"file_name": name, "caption": text}
 
-    return Format({"file_name": "", "caption": ""}, rows, chosen=("file_name", "caption"))
+    return Format({"file_name": "", "caption": ""}, rows, fixed=("file_name", "caption"))
 
 
 def _arrow(files: Sequence[Path]) -> Format:
-    """Parquet, or Arrow: the streams that ``datasets`` saves, and files such as Feather's."""
-
-    spelt: set[str] = set()
+    """Opens Parquet, or Arrow: streams, which ``datasets`` saves, and files, such as Feather's."""
+    as_text: set[str] = set()
 
     def rows(findings: Findings) -> Rows:
         for path in files:
@@ -148,8 +146,8 @@ def _arrow(files: Sequence[Path]) -> Format:
                     for name, (column, part) in nested.items():
                         fields[name] = [item and item[part] for item in fields[column] or []]
                     where = f"{path.name} row {number}"
-                    for name in spelt & fields.keys():
-                        data, fields[name] = fields[name], _spelt(fields[name])
+                    for name in as_text & fields.keys():
+                        data, fields[name] = fields[name], _decode(fields[name])
                         findings.add("bad_text", *[where] * bool(data and not fields[name]))
                     yield where, fields
 
@@ -161,37 +159,37 @@ def _arrow(files: Sequence[Path]) -> Format:
                     schema, rows_of_file = file.schema_arrow, file.metadata.num_rows
                 count += rows_of_file
             else:
-                with _opened(path) as (schema, _):
+                with _open_arrow(path) as (schema, _):
                     pass
     _, first = next(rows(Findings()), ("", {}))
-    spelt |= _text_columns(schema, first)
-    first |= {name: _spelt(first.get(name)) for name in spelt}
-    examples = _examples(schema) | dict.fromkeys(spelt, "")
+    as_text |= _text_columns(schema, first)
+    first |= {name: _decode(first.get(name)) for name in as_text}
+    examples = _examples(schema) | dict.fromkeys(as_text, "")
     columns = {
         name: example if (value := first.get(name)) is None else value
         for name, example in examples.items()
     }
     check_once(files[0], schema.names)
     nested = _nested(schema)
-    known = {*columns, *(column for column, _ in nested.values())}
-    unread = {field.name: str(field.type) for field in schema if field.name not in known}
+    readable = {*columns, *(column for column, _ in nested.values())}
+    unreadable = {field.name: str(field.type) for field in schema if field.name not in readable}
     columns |= {name: [] for name in nested}
-    return Format(columns, rows, count or None, unread=unread)
+    return Format(columns, rows, count or None, unreadable=unreadable)
 
 
 def _text_columns(schema: pa.Schema, first: Fields) -> set[str]:
-    """The columns of bytes that are text, as Spark writes it: captions, and names of pictures."""
+    """Finds columns of bytes that are text, as Spark writes it: captions, and file names."""
     stored = {name: b"" for name, example in _examples(schema).items() if example == b""}
     names = [
         name
         for name in present_columns(stored, IMAGE_COLUMNS)
-        if suffix_of((_spelt(first.get(name)) or "").strip()) in PICTURE_SUFFIXES
+        if suffix_of((_decode(first.get(name)) or "").strip()) in PICTURE_SUFFIXES
     ]
     return {*present_columns(stored, CAPTION_COLUMNS), *names}
 
 
-def _spelt(data: bytes | None) -> str | None:
-    """Bytes as text; of what is not UTF-8 an empty one."""
+def _decode(data: bytes | None) -> str | None:
+    """Decodes bytes to text; "" if they are not UTF-8."""
     try:
         return None if data is None else data.decode()
     except UnicodeDecodeError:
@@ -199,10 +197,10 @@ def _spelt(data: bytes | None) -> str | None:
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The rows of a file, some at a time; neither a row group nor a column of it is held whole."""
+    """Yields the rows of a file in small batches, so that no row group is held in memory."""
     with _one_line(path):
         if path.suffix != ".parquet":
-            with _opened(path) as (schema, batches):
+            with _open_arrow(path) as (schema, batches):
                 yield from (batch.select(_columns(schema)) for batch in batches)
             return
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
@@ -214,8 +212,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """Schema and rows of a stream of Arrow, or of a file of it, as Feather is."""
+def _open_arrow(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Yields schema and rows of an Arrow stream or file."""
     with pa.OSFile(str(path)) as file:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -234,18 +232,21 @@ def _one_line(path: Path) -> Iterator[None]:
 
 
 def _examples(schema: pa.Schema) -> Fields:
-    """An example of each column whose values are images, or have a place in JSON."""
+    """Returns an example value of each column that can be read."""
     examples = {field.name: _example(field.type) for field in schema}
     return {name: example for name, example in examples.items() if example is not None}
 
 
 def _columns(schema: pa.Schema) -> list[str]:
-    """The columns that are read."""
+    """Returns the columns that are read."""
     return [*_examples(schema), *dict.fromkeys(column for column, _ in _nested(schema).values())]
 
 
 def _nested(schema: pa.Schema) -> dict[str, tuple[str, str]]:
-    """COLUMN.FIELD -> (COLUMN, FIELD) of the texts in lists of structs, such as sentences.raw."""
+    """Returns {'COLUMN.FIELD': (COLUMN, FIELD)} for the texts in columns of lists of structs.
+
+    An example is {'sentences.raw': ('sentences', 'raw')}.
+    """
     return {
         f"{field.name}.{part.name}": (field.name, part.name)
         for field in schema
@@ -262,6 +263,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _example(kind: pa.DataType) -> Any:
+    """Returns an example value of a type; None for a type that is not read."""
     types = pa.types
     if types.is_dictionary(kind):
         return _example(kind.value_type)
@@ -278,8 +280,11 @@ def _example(kind: pa.DataType) -> Any:
 
 
 def _tars(files: Sequence[Path]) -> Format:
-    """Samples of WebDataset's shards: captions are the list ``captions`` of the ``.json``, else the
-    ``.txt``, else another of the ``.json``'s fields by its name."""
+    """Opens WebDataset's shards.
+
+    Captions are the list ``captions`` of a sample's ``.json``, or else its ``.txt``, or else
+    another field of the ``.json`` that has the name of a column of captions.
+    """
 
     def texts() -> Iterator[bytes]:
         for path in files:
@@ -298,13 +303,13 @@ def _tars(files: Sequence[Path]) -> Format:
                     findings.add("duplicate_key", *[where] * min(again, 1), count=again)
                     findings.add("several_images", *[where] * (group.num_images > 1))
                     if image is None or image[1] > MAX_IMAGE_BYTES:
-                        told = where if image else f"{group.full_key(key)} in {path.name}"
-                        findings.add("large_image" if image else "no_image", told)
+                        example = where if image else f"{group.full_key(key)} in {path.name}"
+                        findings.add("large_image" if image else "no_image", example)
                     else:
                         yield where, _sample(file, where, group, image, form, findings)
 
     _, first = next(rows(Findings()), ("", {}))
-    return Format({"image": b"", "captions": "", **first}, rows, chosen=("image", "captions"))
+    return Format({"image": b"", "captions": "", **first}, rows, fixed=("image", "captions"))
 
 
 def _sample(
@@ -315,7 +320,7 @@ def _sample(
     form: str,
     findings: Findings,
 ) -> Fields:
-    """The columns of a sample; captions stand in its text in this ``form``."""
+    """Reads the columns of a sample; ``form`` says if its text is one caption or 'lines'."""
     large = [place for place in (group.json, group.text) if place and place[1] > MAX_TEXT_BYTES]
     findings.add("large_caption", *[where] * len(large))
     facts: Any = {}
@@ -344,8 +349,11 @@ def _sample(
 
 
 def captions_of_json(path: Path, split: str | None = None) -> NamedTexts:
-    """Files and captions of COCO's, Karpathy's (of one ``split``) or ShareGPT4V's layout, or of a
-    list of objects such as ``{image, caption}``. Raises ValueError for other content."""
+    """Reads file names and captions from a JSON document.
+
+    Its layout is COCO's, Karpathy's (of which one ``split`` is read), ShareGPT4V's, or a list of
+    objects such as ``{image, caption}``. Raises ValueError for other content.
+    """
     names, pairs = _entries_of_json(path, split, strict=True)
     texts = [*names, *(item for pair in pairs for item in pair)]
     if strange := [text for text in texts if not isinstance(text, str)]:
@@ -354,7 +362,7 @@ def captions_of_json(path: Path, split: str | None = None) -> NamedTexts:
 
 
 def _entries_of_json(path: Path, split: str | None, *, strict: bool) -> NamedTexts:
-    """Files and captions as they stand there, which may be null where it is not ``strict``."""
+    """Reads file names and captions, which may be null unless ``strict``."""
     content = read_json(path)
     keys = content.keys() if isinstance(content, dict) else set()
     try:
@@ -376,8 +384,11 @@ def _entries_of_json(path: Path, split: str | None, *, strict: bool) -> NamedTex
 
 
 def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
-    """ShareGPT4V: the first ``value`` that is ``from`` "gpt" is the caption of ``image``; else the
-    fields that are called as columns of images and of captions are."""
+    """Returns the (file name, caption) pairs of an object.
+
+    In ShareGPT4V's layout the caption is the first ``value`` that is ``from`` "gpt". Otherwise the
+    fields are used that have the names of columns of images and of captions.
+    """
     if not isinstance(entry, dict):
         return [(None, None)]
     image = next((entry[name] for name in present_columns(entry, IMAGE_COLUMNS)), None)
@@ -389,13 +400,13 @@ def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
 
 
 def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
-    for kind, wanted in (("images", {"id", "file_name"}), ("annotations", {"image_id"})):
+    for kind, needed in (("images", {"id", "file_name"}), ("annotations", {"image_id"})):
         for number, entry in enumerate(content[kind], start=1):
-            fits = isinstance(entry, dict) and wanted <= entry.keys()
-            if not fits or any(isinstance(entry[name], list | dict) for name in wanted):
+            fits = isinstance(entry, dict) and needed <= entry.keys()
+            if not fits or any(isinstance(entry[name], list | dict) for name in needed):
                 raise ValueError(
                     f"{path} has {str(entry)[:100]!r} as number {number} of {kind!r}, wanted an "
-                    f"object with {' and '.join(sorted(wanted))}"
+                    f"object with {' and '.join(sorted(needed))}"
                 )
     names = {image["id"]: image["file_name"] for image in content["images"]}
     strangers = {a["image_id"] for a in content["annotations"]} - names.keys()
@@ -423,4 +434,4 @@ KINDS: Mapping[str, str] = (
 )
 FORMATS = {"lines": _lines, "json": _json, "arrow": _arrow, "tars": _tars}
 SEVERAL = ("folder", "arrow", "tars")
-"""Kinds of formats of which several files are one data set."""
+"""Kinds of formats in which a data set may have several files."""

@@ -1,10 +1,8 @@
-"""Images with captions, in the formats in which people have them, as one kind of rows.
+"""Opens images with captions in the usual formats, and yields them as one kind of rows.
 
-A reader of a format yields (where, {column: value}), one row after another; its columns are known
-beforehand, each with an example of its values. ``open_table`` finds the columns of images and of
-captions by their names, and makes ``Row`` of them. The value of an image is the name of a file, or
-the bytes themselves, as Hugging Face's ``{bytes, path}`` too. Rows of other people are read: what a
-row lacks is counted in pack's findings, and a file that does not parse is one line.
+`open_table` finds the files of a data set, opens them by their format (`table_formats`), and finds
+the columns of images and of captions by their names. If something is missing or ambiguous, the
+error says what to type.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import LFS_POINTER, Findings
 from mclclip.data.picture_folders import folder_format, walk
 from mclclip.data.table_formats import (
@@ -38,7 +36,6 @@ from mclclip.data.table_formats import (
     Rows,
     is_stored,
     present_columns,
-    suffix_of,
 )
 from mclclip.data.text_tables import csv_format, delimiter_of
 from mclclip.util import advice
@@ -48,22 +45,28 @@ from mclclip.util.options import protocol_of, refuse_url
 log = logging.getLogger("mclclip")
 
 _TABLES = (*DELIMITERS, *LINES, ".json")
-_SHARDED = (".arrow", ".tar", ".parquet")  # the first that a folder has; img2dataset writes two
+_SHARDED = (".arrow", ".tar", ".parquet")  # the first kind in a folder is read
 _FEW, _SMALL_BYTES = 10_000, 1 << 14
 _NUMBERED = re.compile(rf"({'|'.join(CAPTION_COLUMNS)})[_ -]?\d+")
-_TEXTS_OF_LISTS = ("raw", *CAPTION_COLUMNS)  # fields of a list's structs
+_TEXTS_OF_LISTS = ("raw", *CAPTION_COLUMNS)  # fields of structs in lists that hold captions
 _ITEM = re.compile(r"""\s*('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")\s*,?""")
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 _TRIED = 20  # rows whose pictures are looked for
-_NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # of a file among those of its split
+_NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # such as -00001-of-00007 in a file name
 
 _Ask = Callable[..., ValueError]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a table. ``path`` is the image's name there ("": none), ``image`` its bytes where
-    the table holds them; ``captions`` are as they stand there, blank ones too."""
+    """A row of a table.
+
+    where     the row for messages, such as 'a.csv line 7'
+    path      the image's file name; "" if there is none
+    image     the image's bytes, if the table holds them
+    captions  all captions, including blank ones
+    metadata  the other columns
+    """
 
     where: str
     path: str
@@ -74,10 +77,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Images with captions, open to be read as often as wanted.
+    """Images with captions, which can be read several times.
 
-    ``root`` is the folder from which paths start, ``holds_images`` whether images lie in the table
-    itself, ``inputs()`` identify its content (see ``_inputs``), which takes a reading of it.
+    root          the folder from which file names of images start
+    holds_images  True if the table holds the bytes of images
+    count         number of rows; None: not known
+    inputs        reads all files, and returns digests of their content (`_inputs`)
+    fields        reads the rows as {column: value}
     """
 
     path: Path
@@ -92,8 +98,10 @@ class Table:
     fields: Callable[[Findings], Rows]
 
     def rows(self, findings: Findings) -> Iterator[Row]:
-        """The rows in order; faults of the files are counted in ``findings``. Raises ValueError for
-        a file that does not parse."""
+        """Yields the rows in order, and counts faults of the files in ``findings``.
+
+        Raises ValueError for a file that does not parse.
+        """
         for where, fields in self.fields(findings):
             image = fields.pop(self.image_column, None)
             path, data = image, None
@@ -121,24 +129,31 @@ def open_table(
     allow_roots: Sequence[Path] = (),
     command: Sequence[str] = (),
 ) -> Table:
-    """Opens a data set: ``captions`` with the pictures in the folder ``source``, or ``source``.
+    """Opens the data set ``source``, or the table ``captions`` of the pictures in that folder.
 
-    That is a folder of pictures, each with a text of its name beside it; or a CSV, TSV, JSONL,
-    Parquet or Arrow file, COCO's (Karpathy's, ShareGPT4V's) JSON, tar shards in WebDataset's
+    A data set is a folder of pictures, each with a text of its name beside it; or a CSV, TSV,
+    JSONL, Parquet or Arrow file, COCO's (Karpathy's, ShareGPT4V's) JSON, tar shards in WebDataset's
     layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files.
 
-    Names of pictures start from the folder; where no picture lies there, from the first sub-folder
-    that has one. Texts of a folder and linked folders are read below it and ``allow_roots`` alone.
+    File names start from the folder, or, if no picture is there, from its first sub-folder that has
+    one. Texts beside pictures, and linked folders, must lie below the folder or ``allow_roots``.
 
-    Raises FileNotFoundError where nothing is there, and ValueError where columns or files are
-    missing or ambiguous: ``command`` is what the user typed, which the line then completes. Without
-    a command the first that fits is taken of several columns, in the order of their common names.
+    Raises FileNotFoundError if nothing is there, and ValueError if columns or files are missing or
+    ambiguous. ``command`` is the command line of the user, which the message then completes. An
+    empty command takes the first of several columns, in the order of their usual names.
     """
-    path = _path(source, captions)
+    refuse_url(source, "pictures:")
+    path = source if captions is None else captions
+    if captions is not None:
+        refuse_url(captions, "captions:")
+        if not source.is_dir():
+            raise FileNotFoundError(f"no folder of images at {source}")
+        if not captions.is_file():
+            raise FileNotFoundError(f"no table of captions at {captions}")
     ask = partial(_complete, command, path)
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
     files = _files(path, roots, ask)
-    _refuse_what_is_no_data(files)
+    _refuse_compressed(files)
     kind = _kind(files[0], delimiter) if files else "folder"
     if kind not in SEVERAL and len(files) > 1:
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
@@ -173,23 +188,11 @@ def open_table(
 # --- files of a data set -------------------------------------------------------------------------
 
 
-def _path(source: Path, captions: Path | None) -> Path:
-    """Returns what holds the captions. FileNotFoundError where it or its pictures are missing;
-    ValueError for urls."""
-    refuse_url(source, "pictures:")
-    if captions is None:
-        return source
-    refuse_url(captions, "captions:")
-    if not source.is_dir():
-        raise FileNotFoundError(f"no folder of images at {source}")
-    if not captions.is_file():
-        raise FileNotFoundError(f"no table of captions at {captions}")
-    return captions
-
-
 def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> ValueError:
-    """The error for something ambiguous, with the complete command: a single word stands where the
-    data set ``path`` stood, a flag and its value at the end."""
+    """Makes the error for something ambiguous, with the command to type instead.
+
+    A single word of ``words`` replaces ``path`` in the command; a flag and its value are appended.
+    """
     if not command:
         return ValueError(what)
     instead = path if len(words) == 1 else None
@@ -197,7 +200,7 @@ def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> 
 
 
 def _files(path: Path, roots: Roots, ask: _Ask) -> list[Path]:
-    """The files of a data set in order; none for a folder of pictures."""
+    """Returns the files of a data set in order; none for a folder of pictures."""
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -220,18 +223,18 @@ def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
     if splits:
         names = ", ".join(path.name for path in splits)
         raise ask(f"{folder} holds the splits {names}, choose one", min(splits, key=_not_train))
-    found: dict[str, list[Path]] = {}
+    by_suffix: dict[str, list[Path]] = {}
     findings = Findings()
     for path in walk(folder, roots, findings):
-        found.setdefault(path.suffix.lower(), []).append(path)
-    pictures = [path for suffix in PICTURE_SUFFIXES for path in found.get(f".{suffix}", [])]
-    texts = {*found.get(".txt", [])}
+        by_suffix.setdefault(path.suffix.lower(), []).append(path)
+    pictures = [path for suffix in PICTURE_SUFFIXES for path in by_suffix.get(f".{suffix}", [])]
+    texts = {*by_suffix.get(".txt", [])}
     if any(
         beside in texts for p in pictures for beside in (p.with_suffix(".txt"), Path(f"{p}.txt"))
     ):
         return []
-    sharded = next((found[suffix] for suffix in _SHARDED if suffix in found), [])
-    tables = [path for suffix in (*_TABLES, ".parquet") for path in found.get(suffix, [])]
+    sharded = next((by_suffix[suffix] for suffix in _SHARDED if suffix in by_suffix), [])
+    tables = [path for suffix in (*_TABLES, ".parquet") for path in by_suffix.get(suffix, [])]
     if pictures:
         if tables:
             raise ask(
@@ -246,21 +249,21 @@ def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
         return _one_split(folder, sharded, ask)
     if tables:
         raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
-    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in found.items()]
-    told = "; ".join([*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()])
+    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
+    facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
     raise ValueError(
         f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
-        f"{f': {told}' if told else ''}"
+        f"{': ' * bool(facts)}{'; '.join(facts)}"
     )
 
 
 def _one_split(folder: Path, files: list[Path], ask: _Ask) -> list[Path]:
-    """The files; ValueError where their names or folders say that they are several splits."""
+    """Returns the files; raises ValueError if they are of several splits, by name or folder."""
     splits = sorted({path.parent / _NUMBER.sub("", path.stem) for path in files})
     if len(splits) > 1:
         names = ", ".join(str(split.relative_to(folder)) for split in splits)
-        one = min(splits, key=_not_train)
-        pattern = one / f"*{files[0].suffix}" if one.is_dir() else f"{one}*{files[0].suffix}"
+        split, suffix = min(splits, key=_not_train), files[0].suffix
+        pattern = split / f"*{suffix}" if split.is_dir() else f"{split}*{suffix}"
         raise ask(f"{folder} holds several data sets or splits ({names}), choose one", pattern)
     return files
 
@@ -269,7 +272,7 @@ def _not_train(split: Path) -> tuple[bool, Path]:
     return "train" not in split.name, split
 
 
-def _refuse_what_is_no_data(files: Sequence[Path]) -> None:
+def _refuse_compressed(files: Sequence[Path]) -> None:
     """Raises ValueError for compressed files and for pointers of git-lfs."""
     for path in files:
         if path.suffix.lower() in _COMPRESSED:
@@ -295,11 +298,10 @@ def _kind(path: Path, delimiter: str | None) -> str:
 
 
 def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
-    """Returns what is read, as the ``inputs`` of an artifact: each file by its name; of more than
-    ``_FEW`` files their number, and all of them by one digest.
+    """Returns a digest of each file by its name, as the ``inputs`` of an artifact.
 
-    Tables, texts and small files count by their bytes, other files of a folder by their size. Times
-    do not count: a copy has others.
+    More than ``_FEW`` files have one digest together. Large files in a folder of pictures count by
+    their size, all others by their bytes. Times do not count, since a copy has others.
     """
     root = path if path.is_dir() else path.parent
     inputs: dict[str, str] = {}
@@ -317,7 +319,7 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
 
 
 def _text_table(path: Path, delimiter: str) -> Format:
-    """A table of text; ValueError where its first line is a row and no header."""
+    """Opens a table of text; raises ValueError if its first line is not a header."""
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}, expected one character")
     table = csv_format(path, delimiter)
@@ -330,8 +332,10 @@ def _text_table(path: Path, delimiter: str) -> Format:
 
 
 def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Path:
-    """The folder from which names of pictures start: ``root``, or where none of some rows' pictures
-    is there, the first of its sub-folders that has one of them."""
+    """Returns the folder from which file names in ``column`` start.
+
+    It is ``root``, or, if none of the ``rows``' pictures is there, its first sub-folder with one.
+    """
     names = [_name(root, fields.get(column)) for _, fields in rows]
     names = [name for name in names if name and "\0" not in name]
     if any(os.path.exists(root / name) for name in names):
@@ -345,10 +349,14 @@ def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Pat
 
 
 def _image_column(
-    path: Path, root: Path, table: Format, given: str | None, first: bool, ask: _Ask
+    path: Path, root: Path, table: Format, option: str | None, first: bool, ask: _Ask
 ) -> str:
-    if given is not None or table.chosen:
-        return _checked(path, table, given or (table.chosen or ("", ""))[0])
+    """Returns the column of images: the user's ``option``, or one that looks so.
+
+    If several do, ``first`` takes the first one, and otherwise it is an error.
+    """
+    if option is not None or table.fixed:
+        return _check_column(path, table, option or (table.fixed or ("", ""))[0])
     stored = [name for name, value in table.columns.items() if is_stored(value)]
     paths = [
         name
@@ -356,12 +364,12 @@ def _image_column(
         if isinstance(table.columns[name], str)
     ]
     addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
-    found = stored or [name for name in paths if name not in addresses]
-    if len(found) == 1 or (found and first):
-        return found[0]
-    if found:
-        names = " and ".join(map(repr, found))
-        raise ask(f"{path} has images in {names}, choose one", "--path-column", found[0])
+    candidates = stored or [name for name in paths if name not in addresses]
+    if len(candidates) == 1 or (candidates and first):
+        return candidates[0]
+    if candidates:
+        names = " and ".join(map(repr, candidates))
+        raise ask(f"{path} has images in {names}, choose one", "--path-column", candidates[0])
     if addresses:
         raise ValueError(
             f"{path} has addresses in {addresses[0]!r}: fetch the images first, such as with "
@@ -380,33 +388,38 @@ def _image_column(
 
 
 def _describe(table: Format) -> str:
-    """The columns of a table, and those that cannot be read with their types."""
-    unread = [f"{name} of type {kind}" for name, kind in table.unread.items()]
-    return f"{[*table.columns]}" + (f", and cannot read {', '.join(unread)}" if unread else "")
+    """Lists the columns of a table for messages, and the types of those that cannot be read."""
+    others = [f"{name} of type {kind}" for name, kind in table.unreadable.items()]
+    return f"{[*table.columns]}" + (f", and cannot read {', '.join(others)}" if others else "")
 
 
 def _caption_columns(
     path: Path,
     table: Format,
-    given: str | Sequence[str] | None,
+    option: str | Sequence[str] | None,
     images: str,
     first: bool,
     ask: _Ask,
 ) -> tuple[str, ...]:
-    given = [given] if isinstance(given, str) else given
-    if given or table.chosen:
-        chosen = given or [(table.chosen or ("", ""))[1]]
-        return tuple(_checked(path, table, name) for name in chosen)
+    """Returns the columns of captions: those of the user's ``option``, or ones that look so.
+
+    If several do, ``first`` takes the first one, and otherwise it is an error. Numbered columns,
+    such as caption_1 and caption_2, belong together.
+    """
+    option = [option] if isinstance(option, str) else option
+    if option or table.fixed:
+        columns = option or [(table.fixed or ("", ""))[1]]
+        return tuple(_check_column(path, table, name) for name in columns)
     texts = [
         n for n, value in table.columns.items() if isinstance(value, str | list) and n != images
     ]
-    found = present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)
-    if len(found) > 1 and not first:
-        names = " and ".join(map(repr, found))
-        raise ask(f"{path} has captions in {names}, choose one", "--caption-column", found[0])
+    candidates = present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)
+    if len(candidates) > 1 and not first:
+        names = " and ".join(map(repr, candidates))
+        raise ask(f"{path} has captions in {names}, choose one", "--caption-column", candidates[0])
     numbered = [n for n in texts if _NUMBERED.fullmatch(n.strip().lower())]
-    if found or numbered:
-        return (found[0],) if found else tuple(numbered)
+    if candidates or numbered:
+        return (candidates[0],) if candidates else tuple(numbered)
     nested = [name for name in texts if name.rpartition(".")[2] in _TEXTS_OF_LISTS]
     if nested and not first:
         raise ask(f"{path} has lists of texts in {nested[0]!r}", "--caption-column", nested[0])
@@ -414,19 +427,18 @@ def _caption_columns(
 
 
 def _texts(value: Any) -> list[Any]:
-    """The captions of a cell: a list, one text or number, or a list that pandas has written as
-    text."""
+    """Returns the captions of a cell: a list, a text, a number, or pandas' text of a list."""
     if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] == "]":
         items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
         if items and not _ITEM.sub("", inner).strip():
             return [ast.literal_eval(item[1]) for item in items]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and math.isfinite(value):  # as a table of text has it
+    if is_number and math.isfinite(value):
         return [str(value)]
     return value if isinstance(value, list) else [value]
 
 
-def _checked(path: Path, table: Format, name: str) -> str:
+def _check_column(path: Path, table: Format, name: str) -> str:
     if name not in table.columns:
         raise ValueError(
             f"{path} has no column {name!r}, it has {_describe(table)}: name the columns of image "
@@ -436,16 +448,20 @@ def _checked(path: Path, table: Format, name: str) -> str:
 
 
 def _name(root: Path, value: Any) -> str:
-    """The name of a file, without blanks and marks of byte order around it where no file below
-    ``root`` has them; "" of what is no text."""
+    """Returns a file name without blanks and byte order marks around it; "" if it is no text.
+
+    If a file below ``root`` has exactly this name, blanks stay.
+    """
     name = _plain(value) if isinstance(value, str) else ""
     bare = name.replace("\ufeff", "").strip()
     return name if name != bare and os.path.isfile(root / name) else bare
 
 
 def _plain(value: Any) -> Any:
-    """A value that strict JSON in UTF-8 has: NaN, which Arrow's columns may hold, is null, and half
-    a surrogate, as ``\\ud83d`` alone in JSON gives it, a question mark."""
+    """Makes a value that fits into strict JSON and UTF-8.
+
+    NaN becomes null, and half a surrogate pair (``\\ud83d`` alone in JSON) a question mark.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):

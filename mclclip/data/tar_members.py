@@ -1,12 +1,12 @@
-"""The members of a tar file, from headers that are checked before they are believed.
+"""Lists the members of a tar file, after checks of every header.
 
-Python's tarfile is not used for shards: up to 3.11 and 3.12 it goes back where a size is negative,
-and then reads the same members for ever (CVE-2025-8194); a chain of headers that lengthen one name
-exhausts its stack, and a size of 40 GB is read into memory. For a tar that it reads to its end it
-gives the same names, places and sizes as this module does.
+Python's tarfile is not safe for shards of strangers. Versions up to 3.12 go back if a size is
+negative, and read the same members for ever (CVE-2025-8194); a chain of headers with long names
+exhausts the stack, and a header of 40 GB is read into memory. For a tar that tarfile can read, this
+module gives the same names, places and sizes.
 
-Understood are the formats of ustar (POSIX.1-1988), GNU tar and pax (POSIX.1-2001). A header counts
-only if its checksum and all its numbers are right; what it asks for is bounded before it is read.
+It reads the formats ustar (POSIX.1-1988), GNU tar and pax (POSIX.1-2001). A header counts only if
+its checksum and all its numbers are right, and it is not longer than a bound.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import BinaryIO
 
 BLOCK_BYTES = 512
 MAX_EXTENSION_BYTES = 1 << 20
-"""Of one header that lengthens a name or holds pax records."""
+"""Most bytes of a header that holds a long name or pax records."""
 
 MAX_EXTENSIONS = 16
-"""Such headers before one member; writers use at most four."""
+"""Most such headers before one member; writers use at most four."""
 
-_MAX_SPARSE_BLOCKS = 1 << 16  # headers of a sparse member, for 21 pieces each
+_MAX_SPARSE_BLOCKS = 1 << 16  # headers of a sparse member, each of 21 pieces
 _MAX_SIZE = 2**63 - 1
 _LOOKED_AT_AFTER_END = 2 * 10_240
 _ZEROS = bytes(BLOCK_BYTES)
@@ -37,7 +37,7 @@ _OF_GNU = (_SPARSE, _LONG_NAME, _LONG_LINK)
 
 
 class TarFault(Exception):
-    """Where and why a tar cannot be read any further. ``reason``: a key of shard_scan.REASONS."""
+    """A tar cannot be read any further; ``reason`` is one of `findings.REASONS`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -46,11 +46,12 @@ class TarFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A regular file in a tar: its content is ``size`` bytes at ``offset``.
+    """A regular file or a link in a tar: its content is ``size`` bytes at ``offset``.
 
-    ``sparse``: it is stored without its holes, so these bytes are not its content. ``link``: it is
-    no file but a link, which has no content. A name that is not UTF-8 has surrogates in the place
-    of its other bytes.
+    sparse  it is stored without its holes, so that these bytes are not its content
+    link    it is a link, which has no content
+
+    In a name that is not UTF-8, surrogates stand for the other bytes.
     """
 
     name: str
@@ -61,11 +62,10 @@ class Member:
 
 
 def read_members(file: BinaryIO) -> Iterator[Member]:
-    """Yields the regular files and the links of a tar in its order.
+    """Yields the regular files and the links of a tar, in their order.
 
-    Raises TarFault where the tar cannot be read any further, after the members before that place;
-    also where data follow its end, and where it has no members. Memory: what the headers of one
-    member may hold.
+    Raises TarFault where the tar cannot be read any further, if data follow its end, and if it has
+    no members. Memory: the headers of one member.
     """
     reader = _Reader(file)
     while not reader.at_end():
@@ -78,12 +78,12 @@ class _Reader:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._size = os.fstat(file.fileno()).st_size
-        self._start = self._at = 0  # of the member, of what is read next
+        self._start = self._at = 0  # offsets of the present member, and of the next read
 
     def at_end(self) -> bool:
-        """Returns whether the end mark is next, which is a block of zeros.
+        """Returns True if the next block is the end mark, a block of zeros.
 
-        Raises TarFault for data after it, and where it is the first block.
+        Raises TarFault if data follow it, and if it is the first block.
         """
         self._start = self._at
         if self._read(BLOCK_BYTES) != _ZEROS:
@@ -97,23 +97,23 @@ class _Reader:
         return True
 
     def next_member(self) -> Member | None:
-        """The next member, or None where it is neither file nor link; goes to the one after it."""
-        # Of several headers that give the next member's name or size the first one counts.
+        """Reads the next member; returns None if it is neither a file nor a link."""
+        # If several headers have the member's name or size, the first one counts.
         name: str | None = None
         size: int | None = None
         sparse = False
         for _ in range(MAX_EXTENSIONS + 1):
-            kind, own_name, own_size, has_more = self._header()
+            kind, header_name, header_size, has_more = self._header()
             if kind not in (_LONG_NAME, _LONG_LINK, _PAX_FOR_ALL, *_PAX):
                 break
-            if own_size > MAX_EXTENSION_BYTES:
-                raise self._damage(f"a header with {own_size} bytes of names or records")
-            data = self._read(_padded(own_size))
-            if kind == _LONG_NAME and name is None:  # ends at its first zero, as for tarfile
+            if header_size > MAX_EXTENSION_BYTES:
+                raise self._damage(f"a header with {header_size} bytes of names or records")
+            data = self._read(_pad(header_size))
+            if kind == _LONG_NAME and name is None:  # it ends at its first zero, as in tarfile
                 name = _text(data)
             if kind in (_LONG_NAME, _LONG_LINK):
                 continue
-            records = self._records(data[:own_size])
+            records = self._records(data[:header_size])
             sparse |= any(key.startswith(b"GNU.sparse.") for key in records)
             of_one = sparse or not records.keys().isdisjoint((b"path", b"size"))
             if kind == _PAX_FOR_ALL and of_one:
@@ -126,25 +126,25 @@ class _Reader:
                 size = int(records[b"size"])
         else:
             raise self._damage(f"more than {MAX_EXTENSIONS} headers before one member")
-        size = own_size if size is None else size
+        size = header_size if size is None else size
         if has_more:
             self._skip_sparse_headers()
         offset = self._at
-        is_folder = kind == b"\0" and own_name.endswith("/")  # as before POSIX
+        is_folder = kind == b"\0" and header_name.endswith("/")  # in tars older than POSIX
         if kind in _LINKS:
-            return Member(own_name if name is None else name, offset, 0, sparse=False, link=True)
+            return Member(header_name if name is None else name, offset, 0, False, link=True)
         if kind in _WITHOUT_DATA or is_folder:
             return None
         if offset + size > self._size:
             raise TarFault("truncated_shard", f"{size} bytes at byte {offset} of {self._size}")
-        self._at = offset + _padded(size)
+        self._at = offset + _pad(size)
         sparse |= kind == _SPARSE
         if not sparse and kind not in _FILES:
             return None
-        return Member(own_name if name is None else name, offset, size, sparse)
+        return Member(header_name if name is None else name, offset, size, sparse)
 
     def _records(self, data: bytes) -> dict[bytes, bytes]:
-        """The ``LENGTH KEY=VALUE`` lines of a pax header; of those with one key the last counts."""
+        """Parses the ``LENGTH KEY=VALUE`` lines of a pax header; the last line of a key counts."""
         records: dict[bytes, bytes] = {}
         at = 0
         while at < len(data) and data[at]:
@@ -153,7 +153,7 @@ class _Reader:
             record = data[length.end() : end] if length else b""
             key, equals, value = record[:-1].partition(b"=")
             if end > len(data) or record[-1:] != b"\n" or not key or not equals:
-                raise self._damage("a pax record that is none")
+                raise self._damage("a broken pax record")
             records[key] = value
             at = end
         return records
@@ -165,8 +165,11 @@ class _Reader:
         raise self._damage("a sparse member in too many pieces")
 
     def _header(self) -> tuple[bytes, str, int, bool]:
-        """Kind, name and size of the next member, and whether more headers of a sparse one follow;
-        TarFault for a header that is none."""
+        """Reads the next header; raises TarFault if it is damaged.
+
+        Returns the kind, name and size of a member, and True if more headers of a sparse one
+        follow.
+        """
         block = self._read(BLOCK_BYTES)
         if not _checksum_fits(block):
             raise self._damage("a wrong checksum")
@@ -182,7 +185,7 @@ class _Reader:
         return kind, name, size, kind == _SPARSE and bool(block[482])
 
     def _read(self, size: int) -> bytes:
-        """The next ``size`` bytes; TarFault where the file ends before."""
+        """Reads the next ``size`` bytes; raises TarFault if the file ends before."""
         self._file.seek(self._at)
         data = self._file.read(size) if self._at + size <= self._size else b""
         if len(data) < size:
@@ -192,13 +195,17 @@ class _Reader:
         return data
 
     def _damage(self, what: str) -> TarFault:
-        """Returns the fault of a broken header: ``damaged_shard`` behind good members, which are
-        used, and ``unreadable_shard`` where there are none."""
+        """Returns the fault of a damaged header.
+
+        Its reason is 'damaged_shard' after good members, which are used, and 'unreadable_shard' if
+        there are none.
+        """
         reason = "damaged_shard" if self._start else "unreadable_shard"
         return TarFault(reason, f"{what}, at byte {self._at}")
 
 
-def _padded(size: int) -> int:
+def _pad(size: int) -> int:
+    """Rounds a size up to whole blocks."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -207,8 +214,10 @@ def _text(data: bytes) -> str:
 
 
 def _number(data: bytes) -> int | None:
-    """A number in octal digits, or in base 256 after a byte of 128 (255: it is negative); None for
-    anything else. Blank is 0."""
+    """Parses a number of a header: octal digits, or blank for 0; None for anything else.
+
+    After a first byte of 128, or 255 for a negative number, it is in base 256.
+    """
     if data[0] in (128, 255):
         return int.from_bytes(data if data[0] == 255 else data[1:], "big", signed=data[0] == 255)
     digits = data.partition(b"\0")[0].strip()
@@ -218,8 +227,8 @@ def _number(data: bytes) -> int | None:
 
 
 def _checksum_fits(block: bytes) -> bool:
-    """Returns whether a header's sum is right; some old writers add its bytes as signed ones."""
-    wanted = _number(block[148:156])
+    """Returns True if a header's checksum is right; some old writers add its bytes as signed."""
+    checksum = _number(block[148:156])
     others = block[:148] + block[156:]
-    found = sum(others) + 8 * ord(" ")
-    return wanted == found or wanted == found - 256 * sum(byte > 127 for byte in others)
+    total = sum(others) + 8 * ord(" ")
+    return checksum in (total, total - 256 * sum(byte > 127 for byte in others))

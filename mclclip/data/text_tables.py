@@ -1,4 +1,4 @@
-"""Tables of text (CSV, TSV): the first line that is not empty names the columns."""
+"""Reads tables of text (CSV, TSV); their first line that is not empty names the columns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import MAX_TEXT_BYTES, encoding_of
-from mclclip.data.table_formats import DELIMITERS, Format, Rows, check_once, suffix_of
+from mclclip.data.table_formats import DELIMITERS, Format, Rows, check_once
 
 _SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's line before the header
 
 
 def delimiter_of(path: Path) -> str:
-    """The delimiter that the suffix names; where the header has none of these but semicolons, tabs,
-    bars or commas, as spreadsheets and Flickr30k write them, that one; before all, Excel's."""
+    """Guesses the delimiter of a table.
+
+    It is that of Excel's line ``sep=;``, or the usual one of the suffix if the header has it, or a
+    semicolon, tab, bar or comma in the header, as spreadsheets and Flickr30k write them.
+    """
     usual = DELIMITERS[path.suffix.lower()]
     with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
         header = ""
@@ -37,7 +40,7 @@ def _encoding(path: Path) -> str:
 
 
 def csv_format(path: Path, delimiter: str) -> Format:
-    """The rows of a table of text with a header; blanks after a delimiter are ignored."""
+    """Opens a table of text with a header; blanks after a delimiter are ignored."""
     encoding = _encoding(path)
 
     @contextmanager
@@ -48,11 +51,11 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 names = [name.replace("\ufeff", "").strip() for name in reader.header()]
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
-                at, told, advice = f" line {reader.rows.line_num}", str(error), ""
+                at, cause, advice = f" line {reader.rows.line_num}", str(error), ""
                 if isinstance(error, UnicodeDecodeError):
                     at, advice = _where_broken(path, encoding), ": save it as UTF-8"
-                    told = f"'{error.encoding}' codec can't decode it ({error.reason})"
-                raise ValueError(f"{path}{at} does not parse: {told}{advice}") from None
+                    cause = f"'{error.encoding}' codec can't decode it ({error.reason})"
+                raise ValueError(f"{path}{at} does not parse: {cause}{advice}") from None
 
     def rows(findings: Findings) -> Rows:
         with opened() as (reader, names):
@@ -60,7 +63,7 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 where = f"{path.name} line {number}"
                 if any(map(str.strip, cells[len(names) :])):
                     findings.add("extra_cells", where)
-                # Cells that a short row lacks are empty; a column without a name is not read.
+                # The missing cells of a short row are empty; a column without a name is not read.
                 row = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
                 row.pop("", None)
                 yield where, row
@@ -73,7 +76,10 @@ def csv_format(path: Path, delimiter: str) -> Format:
 
 
 def _where_broken(path: Path, encoding: str) -> str:
-    """`` line N`` of the first line that is not UTF-8, which is found out of what is read ahead."""
+    """Returns ' line N' for the first line that is not UTF-8.
+
+    The error does not know it, since the file is read ahead in blocks.
+    """
     if encoding != "utf-8-sig":
         return ""
     with open(path, encoding=encoding, errors="surrogateescape", newline="") as file:
@@ -82,21 +88,21 @@ def _where_broken(path: Path, encoding: str) -> str:
 
 
 class _TextRows:
-    """Rows of a table of text, by the csv module; `rows` gives them as that does."""
+    """The rows of a table of text. ``rows`` are those of the csv module; `cells` repairs them."""
 
     def __init__(self, file: Iterable[str], delimiter: str) -> None:
-        self._recent: list[str] = []  # the lines of the row that was read last
+        self._recent: list[str] = []  # the lines of the last row
         self._delimiter = delimiter
         csv.field_size_limit(MAX_TEXT_BYTES)
-        self.rows = csv.reader(self._remembered(file), delimiter=delimiter, skipinitialspace=True)
+        self.rows = csv.reader(self._remember(file), delimiter=delimiter, skipinitialspace=True)
 
-    def _remembered(self, file: Iterable[str]) -> Iterator[str]:
+    def _remember(self, file: Iterable[str]) -> Iterator[str]:
         for line in file:
             self._recent.append(line)
             yield line
 
     def header(self) -> list[str]:
-        """The first row that is neither empty nor Excel's line of the delimiter."""
+        """Returns the first row that is neither empty nor Excel's line ``sep=;``."""
         for row in self.rows:
             if any(map(str.strip, row)) and not _SEPARATOR.fullmatch("".join(self._recent)):
                 return row
@@ -104,8 +110,11 @@ class _TextRows:
         return []
 
     def cells(self, width: int, name: str, findings: Findings) -> Iterator[tuple[int, list[str]]]:
-        """(line number, cells) of each row that is not blank; lines that an open quotation mark
-        has joined to one row are rows again, and counted."""
+        """Yields (line number, cells) of each row that is not blank.
+
+        If a quotation mark that is never closed has joined lines to one row, they are split into
+        rows again, and counted in the findings. ``width`` is the number of columns.
+        """
         self._recent.clear()
         for row in self.rows:
             lines = self._split_again(width) if len(self._recent) > 1 else []
@@ -119,8 +128,11 @@ class _TextRows:
             self._recent.clear()
 
     def _split_again(self, width: int) -> list[list[str]]:
-        """The recent lines as rows of their own where each is one by itself: it has the cells of
-        the header and, unless tabs are between them, names a picture in the same cell."""
+        """Splits the lines of the last row into rows, if each line is clearly a row by itself.
+
+        It is if all have ``width`` cells and, unless the delimiter is a tab, a picture's file name
+        in the same column. Otherwise returns no rows.
+        """
         lines = csv.reader(
             self._recent, delimiter=self._delimiter, skipinitialspace=True, quoting=csv.QUOTE_NONE
         )
@@ -130,5 +142,5 @@ class _TextRows:
         columns = [
             [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
         ]
-        named = any(all(suffix in PICTURE_SUFFIXES for suffix in column) for column in columns)
-        return rows if named or self._delimiter == "\t" else []
+        has_pictures = any(all(suffix in PICTURE_SUFFIXES for suffix in c) for c in columns)
+        return rows if has_pictures or self._delimiter == "\t" else []

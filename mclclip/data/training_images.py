@@ -1,10 +1,10 @@
-"""The images that a run is trained on, among those that something is measured or chosen on.
+"""Counts the images of a benchmark on which a run is trained, since they make its result too good.
 
-An image is known where its bytes are those of a sample that a training of the run draws. The index
-has the size of every image, so that only training images of an equal size are read, from the rarest
-size on, and at most ``MOST_READ``. Of sizes that would need more, as those of arrays, which are all
-of one size, only samples of an equal key are compared. So images of a training source, or of copies
-of its shards, are found at any scale; a few in millions, under other keys, may be missed.
+An image counts if its bytes are those of a sample that a training of the run draws. The index has
+the size of every image, so that only training images of an equal size are read: those of the rarest
+sizes, up to ``MOST_READ``. For other sizes (all arrays have the same) only samples of an equal key
+are compared. So a benchmark made of a training source, or of a copy of its shards, is always found;
+a few images of millions, with other keys, may be missed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ log = logging.getLogger("mclclip")
 
 Integers = npt.NDArray[np.int64]
 MOST_READ = 4096
-"""Training images that are read to be compared with the images of one benchmark."""
-_TOGETHER = 256  # that are asked for side by side
-_known: dict[str, int] = {}
+"""Most training images that are read for one benchmark."""
+_TOGETHER = 256  # images that are read in parallel
+_counts: dict[
+    str, int
+] = {}  # the results of `TrainingImages.count`, by the digest of its arguments
 
 
 class Readable(Protocol):
-    """An image file, or a part of another file; ``str`` of it names it."""
+    """An image file, or a part of another file. ``str()`` returns its name."""
 
     def read_bytes(self) -> bytes:
-        """Its bytes; OSError where they cannot be read."""
+        """Reads its bytes; OSError if that fails."""
         ...
 
 
 class Trained(HasRunDir, Protocol):
-    """The parts of a configuration that are read here."""
+    """A run's configuration, as far as it is read here."""
 
     @property
     def data(self) -> DataConfig:
@@ -54,14 +56,15 @@ class Trained(HasRunDir, Protocol):
 
     @property
     def trainings(self) -> Mapping[str, Any]:
-        """The options of trainings by name."""
+        """The options of each training, by its name ('base', 'train')."""
 
 
 @dataclass(frozen=True)
 class TrainingImages:
     """The images that the trainings of a run draw.
 
-    plans  of the trainings by name
+    directory  of the index
+    plans      the plan of each training, by its name ('base', 'train')
     """
 
     directory: Path
@@ -70,7 +73,7 @@ class TrainingImages:
 
     @classmethod
     def of(cls, config: Trained) -> TrainingImages | None:
-        """The images of a configured run; None where it trains nothing or has no index yet."""
+        """Returns the images of a run; None if it trains nothing or has no index yet."""
         directory = RunPaths.of(config).index
         if not config.trainings or not is_finished(directory):
             return None
@@ -82,28 +85,28 @@ class TrainingImages:
         return SampleIndex.open(self.directory)
 
     def count(self, images: Sequence[Readable]) -> int:
-        """How many of ``images`` are known; 0, with a warning, where no training image can be read.
-        What was found is kept for the next encoder of the process.
+        """Counts the ``images`` that a training draws; 0 and a warning if none can be read.
 
-        Raises ValueError for weights that do not fit the index.
+        The result is kept in memory for the next encoder. Raises ValueError for weights that do not
+        fit the index.
         """
         of_index = read_manifest(self.directory, KIND).digest
         weights = {name: source.weight for name, source in self.options.sources.items()}
         name = of_index + str(self.plans) + str(weights) + digest_keys(map(str, images))
-        if name not in _known:
+        if name not in _counts:
             try:
-                _known[name] = self._count(images)
+                _counts[name] = self._count(images)
             except OSError as error:
                 log.warning("whether images of a benchmark are trained on is not known: %s", error)
-                _known[name] = 0
-        return _known[name]
+                _counts[name] = 0
+        return _counts[name]
 
     def _count(self, images: Sequence[Readable]) -> int:
         index = self._index
         sizes = np.array([_size(image) for image in images], np.int64)
         rows = self._candidates(images, sizes)
-        wanted = np.isin(sizes, index.image_size[rows])
-        compared = [image for image, is_wanted in zip(images, wanted, strict=True) if is_wanted]
+        fits = np.isin(sizes, index.image_size[rows])
+        compared = [image for image, has_size in zip(images, fits, strict=True) if has_size]
         digests = Counter(_digest(image.read_bytes()) for image in compared)
         reader = ShardReader([s.stored for s in index.shards], self.options)
         columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
@@ -116,22 +119,23 @@ class TrainingImages:
         return sum(number for digest, number in digests.items() if digest in trained)
 
     def _candidates(self, images: Sequence[Readable], sizes: Integers) -> Integers:
-        """Rows of training images, in order, that are compared with ``images``."""
+        """Returns the sorted rows of the training images that are compared with ``images``."""
         of_all = self._index.image_size
         rows = np.flatnonzero(np.isin(of_all, sizes)).astype(np.int64)
-        drawn = np.zeros(len(rows), bool)  # by some training
+        drawn = np.zeros(len(rows), bool)  # True if some training draws the row
         for name, plan in self.plans.items():
             weights = SampleWeights.open(self._index, self.options, plan, f"{name}.plan")
             drawn |= True if weights is None else weights.units(rows) > 0
         rows = rows[drawn]
-        known, number, counts = np.unique(of_all[rows], return_inverse=True, return_counts=True)
+        different, number, counts = np.unique(of_all[rows], return_inverse=True, return_counts=True)
         order = np.argsort(counts, kind="stable")
-        rare = np.zeros(len(known), bool)
+        rare = np.zeros(len(different), bool)
         rare[order[np.cumsum(counts[order]) <= MOST_READ]] = True
         frequent = rows[~rare[number]]
-        # Of frequent sizes, samples of an equal key: a file's name without its suffix.
-        left = [i for i, few in zip(images, np.isin(sizes, known[~rare]), strict=True) if few]
-        keys = {getattr(image, "key", None) or path_of(image).stem for image in left}
+        # Of frequent sizes, samples of an equal key are compared: a file's name without its suffix.
+        is_frequent = np.isin(sizes, different[~rare])
+        others = [image for image, is_one in zip(images, is_frequent, strict=True) if is_one]
+        keys = {getattr(image, "key", None) or path_of(image).stem for image in others}
         same = [key.partition("/")[2] in keys for key in self._index.keys(frequent)]
         frequent = frequent[np.array(same, bool)][: MOST_READ - int(counts[rare].sum())]
         return np.sort(np.concatenate([rows[rare[number]], frequent]))
@@ -142,11 +146,11 @@ def _digest(data: bytes) -> bytes:
 
 
 def path_of(image: Readable) -> Path:
-    """The file of an image, or the one that it is a part of."""
+    """Returns the file of an image, or the file that it is a part of."""
     return Path(str(getattr(image, "path", image)))
 
 
 def _size(image: Readable) -> int:
-    """The number of bytes of an image; of a part of a picture, those of the whole."""
+    """Returns the number of bytes of an image, or of the whole picture that it is a part of."""
     size = getattr(image, "size", None)
     return size if isinstance(size, int) else path_of(image).stat().st_size

@@ -52,7 +52,6 @@ class Engine:
     ema_decay       keeps ``average``, a moving average in fp32 of this rank's part of each trained
                     parameter: average <- decay * average + (1 - decay) * parameter (None: none)
     outside         parameters that the engine trains but does not wrap (``ranks.collectives``)
-    phase_ended     called with "forward", "backward" and "optimizer" when an update has ended it
 
     Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate, and
     ``start_decay``, the decay towards the weights that they begin with.
@@ -69,17 +68,16 @@ class Engine:
         micro_batch: int | None = None,
         ema_decay: float | None = None,
         outside: Sequence[UnwrappedParameters] = (),
-        phase_ended: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.module, self.context, self.outside = module, context, tuple(outside)
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
-        self.phase_ended = phase_ended
         if micro_batch is not None:
             gradient_cache.check(module)
         if context.world_size > 1:
             synchronize_batch_norms(module)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
         self.optimizer, self.wrapped = self._set_up(make_optimizer)
+        self._order_is_fixed = False
         self._hold_near_start()
         self.average: dict[str, Tensor] = {}
         if ema_decay:
@@ -210,17 +208,18 @@ class Engine:
         optimizer.register_step_pre_hook(pull)
 
     def fix_reduction_order(self, batch: Any) -> None:
-        """Fixes the order of DDP's sums before the first step, and after every resume.
+        """Fixes the order of DDP's sums, once, before the first step of this process.
 
         DDP rebuilds its buckets after the first backward pass, which changes the order in which
         gradients of three or more ranks are summed. After two backward passes of a zero loss the
         order no longer changes, so a resumed run repeats an uninterrupted one bit for bit. Buffers
         and the state of random generators (dropout draws from them) are restored.
         """
-        if not isinstance(self.wrapped, DistributedDataParallel):
+        if self._order_is_fixed or not isinstance(self.wrapped, DistributedDataParallel):
             return
+        self._order_is_fixed = True
         if self.micro_batch is not None:
-            batch = batch.rows(0, self.micro_batch)
+            batch = batch.slice(0, self.micro_batch)
         for part in self.outside:
             part.begin(batch.step)
         with self._unchanged():
@@ -256,9 +255,10 @@ class Engine:
     def update(self, batch: Any, lr: float) -> dict[str, Tensor]:
         """Computes the gradient of the global batch's loss and takes one optimizer step at ``lr``.
 
-        Returns the module's dictionary, detached, with ``grad_norm`` (before clipping) added, and
-        ``loss_scale`` under fp16.
+        ``batch`` is this rank's, on the device. Returns the module's dictionary, detached, with
+        ``grad_norm`` (before clipping) added, and ``loss_scale`` under fp16.
         """
+        self.fix_reduction_order(batch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.zero_grad()
@@ -272,9 +272,7 @@ class Engine:
             parts = gradient_cache.backward(self, batch, self.micro_batch)
         else:
             parts = self.wrapped(batch)
-            self.phase_ended("forward")
             self.backward(parts["loss"])
-        self.phase_ended("backward")
         norm = self.step()
         if self.outside and (not self.leaves_out or bool(torch.isfinite(norm))):
             for part in self.outside:
@@ -282,7 +280,6 @@ class Engine:
         if self.average:
             with torch.no_grad():
                 self._move_average(list(self.average.values()), self._averaged, torch.tensor(0))
-        self.phase_ended("optimizer")
         if self.scaler.is_enabled():
             parts["loss_scale"] = torch.as_tensor(self.loss_scale())
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}

@@ -42,12 +42,12 @@ def all_features(
     states of the random generators of the CPU and of the GPU, if any, before each."""
     device = engine.context.device
     on_gpu = None if device.type == "cpu" else torch.get_device_module(device)
-    pieces = [batch.rows(at, at + micro_batch) for at in range(0, len(batch), micro_batch)]
+    pieces = [batch.slice(at, at + micro_batch) for at in range(0, len(batch), micro_batch)]
     states, passes = [], []
     with torch.no_grad():
         for piece in pieces:
             states.append((torch.get_rng_state(), on_gpu and on_gpu.get_rng_state(device)))
-            passes.append(engine.wrapped(piece, dict))  # the features themselves
+            passes.append(engine.wrapped(piece, lambda features: features))
         features = {
             name: torch.cat([each[name] for each in passes]) if value.ndim else value.clone()
             for name, value in passes[0].items()
@@ -60,7 +60,6 @@ def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     module, device = engine.module, engine.context.device
     on_gpu = None if device.type == "cpu" else torch.get_device_module(device)
     features, pieces, states = all_features(engine, batch, micro_batch)
-    engine.phase_ended("forward")
     leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
     parts: dict[str, Tensor] = module.forward(batch, features=features)
     inputs = [*leaves.values(), *_trained(module.objective)]

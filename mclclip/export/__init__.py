@@ -1,4 +1,4 @@
-"""Writes exported models: their folders, model cards, and the layouts of other libraries."""
+"""Exports models: writes exported models, model cards, and the layouts of other libraries."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ log = logging.getLogger("mclclip")
 
 
 Writing = tuple[Mapping[str, str], Callable[[Path], dict[str, Any]]]
-"""Digests of what a model is made from, and a function that fills its directory and returns counts
-for the manifest."""
+"""How a model is written: digests of its inputs by name, and a function that fills its directory
+and returns counts for the manifest."""
 
 
 class ExportStep(Step[Writing]):
     """An exported model."""
 
     def reads(self, how: Writing) -> Mapping[str, str]:
-        """The digests that whoever writes it names."""
+        """Returns the digests of the inputs."""
         return how[0]
 
     def make(self, out: Artifact, how: Writing) -> Made:
-        """Raises RuntimeError, and removes the directory, where the weights are not finite."""
+        """Writes the model. Raises RuntimeError, and removes the directory, if its weights are not
+        finite."""
         directory = out.begin()
         files.remove_leftovers(directory)
         counts = how[1](directory)
@@ -47,7 +48,7 @@ class ExportStep(Step[Writing]):
                 "with --force"
             )
         digests = {path.name: files.digest_file(path) for path in weight_files}
-        if (joined := directory / weights.CONCAT).is_file():  # how stages are joined, their weights
+        if (joined := directory / weights.CONCAT).is_file():  # says how stages are joined
             digests[joined.name] = files.digest_file(joined)
         digest = files.digest_json([weights.read_config(directory), digests])
         log.info("wrote %s", directory)

@@ -1,7 +1,7 @@
-"""The model card (README.md) of a converted export.
+"""Writes the model card (README.md) of a model that was converted for another library.
 
-The card says what a model is, where it comes from and how far it may be trusted. It is filled from
-the run directory that the export lies in; if the export was moved elsewhere, the card has only the
+The card says what the model is, how it was trained, and how far it differs from its source. Its
+facts come from the run directory in which the export lies; without one, the card has only the
 certificates.
 """
 
@@ -30,12 +30,14 @@ from mclclip.util import files
 log = logging.getLogger("mclclip")
 
 _MOST_ROWS = 60
-_LICENCES = {"openai": "mit"}  # of pretrained tags, where it is beyond doubt (NOTICE.md)
+_LICENCES = {"openai": "mit"}  # by tag of weights; others are in doubt (NOTICE.md)
 
 
 def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]) -> None:
-    """Writes the card of the export of `source` to the layout `to`, with its certificates, into the
-    folder `out`."""
+    """Writes the card of `source`, converted to the layout `to` (for example "hf"), into `out`.
+
+    `proofs` are the certificates of the conversion, one for each runtime.
+    """
     run = source.run_dir
     front: dict[str, Any] = dict(targets.find(to).CARD)
     if "pipeline_tag" in front and not source.encoder.stages[0].reads_texts:
@@ -89,19 +91,19 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
 
 
 def _escaped(value: object) -> str:
-    """Escapes a text of others for a line of Markdown, so that it forms no link, cell or HTML."""
+    """Escapes a stranger's text for a line of Markdown, so that it forms no link, cell or HTML."""
     text = re.sub(r"([\\\[\]|*])", r"\\\1", files.printable(str(value)))
     return text.replace("<", "&lt;").replace("`", "'")
 
 
 def _table(heads: str, rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown; its cells are escaped already."""
+    """Returns a table in Markdown of escaped cells; ``heads`` is for example "what | value"."""
     lines = [f"| {heads} |", "|" + "---|" * (heads.count("|") + 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def origin(source: Source, run: Path, options: Config | None) -> dict[str, object]:
-    """How it was trained: base, stages, data, configuration. No path of the machine is in it."""
+    """Returns rows about a model's training: base, stages, data, digests. They name no path."""
     rows: dict[str, object] = {}
     if options is not None:
         name, weights = options.model.name, options.model.pretrained
@@ -125,8 +127,11 @@ def origin(source: Source, run: Path, options: Config | None) -> dict[str, objec
 
 
 def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
-    """The rows of results.jsonl of this encoder, by its name in the run; none for a folder outside
-    `RunPaths`. A control and MCL have stages of the same names."""
+    """Returns the encoder's rows of results.jsonl, at most 60.
+
+    The encoder's name follows from its folder in the run, since a control's stages have the names
+    of MCL's. A folder that is no encoder's place in a run has no rows.
+    """
     if run is None:
         return []
     parts = source.directory.resolve().relative_to(run.resolve()).parts
@@ -144,8 +149,7 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
 
 
 def _in_words(protocol: Mapping[str, Any]) -> str:
-    """A protocol's fields as NAME: VALUE. A list or a mapping is given by the number of its values,
-    which are in results.jsonl."""
+    """Describes a protocol for the card, for example "split: test, templates: 80 values"."""
     shown = {
         name: f"{len(value)} values" if isinstance(value, list | dict) else value
         for name, value in protocol.items()

@@ -1,7 +1,7 @@
-"""Compares an export for another library with the encoder that it was made from.
+"""Compares a model that was converted for another library with its source.
 
-A slightly wrong conversion works slightly worse, and nobody notices. So every export is run beside
-its source on the same pictures and texts, and the differences are recorded.
+A slightly wrong conversion works slightly worse, and nobody notices. So every converted model is
+run beside its source on the same pictures and texts, and the differences are recorded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.images import SUFFIXES
 
 BOUND = 1e-5
-"""Largest difference of unit features of equal inputs that an export may have, in fp32; and the
-largest relative one of logit scales, of which every number format keeps the bits of fp32."""
+"""In fp32, the largest allowed difference of unit features of equal inputs. In every format, the
+largest allowed relative difference of logit scales, which are always stored in fp32."""
 
 HALF_BOUND = 0.02
-"""The same of features where weights are stored in fp16, which moves those of sound models by less
-than 0.005: what is beyond it is damage, and not rounding."""
+"""The largest allowed difference of features if weights are stored in fp16. Rounding to fp16
+changes features of sound models by less than 0.005, so more than this is damage."""
 
 _BATCH = 32
 
@@ -42,28 +42,29 @@ TEXTS = (
     "word " * 100,
     "word " * 300,
 )
-"""Texts on which tokenizers are compared unless others are given."""
+"""Texts on which encoders are compared if the user gives none."""
 
 
 @dataclass(frozen=True)
 class Certificate:
     """Differences between an encoder and its export in one runtime, as ``compare`` measures them.
 
-    Fields that do not apply to a runtime are None: texts for an image tower, pixels if the runtime
-    brings no transform.
+    Fields that do not apply to a runtime are None: those of texts for an image tower, those of
+    pixels if the runtime has no image transform.
 
-    runtime          the library and its version, and what of it ran
+    runtime          the library, its version, and which of its classes ran
     pixels           largest difference of the two image transforms in shades of 255
-    pixels_of        images that differ by two shades and more, at most ten of them
-    tokens           texts that become other tokens
-    tokens_of        such texts, at most ten
-    image_features   largest difference of unit features of the same pixels
-    text_features    the same of the same tokens
+    pixels_of        names of at most ten images that differ by two shades or more
+    tokens           number of texts that become other tokens
+    tokens_of        at most ten of these texts
+    image_features   largest difference of unit features, given the same pixels
+    text_features    largest difference of unit features, given the same tokens
     logit_scale      relative difference of the logit scales
-    logits           largest difference of logits of the same pixels and tokens
-    image_features_own_pixels   of images that each of the two has transformed itself
-    bound            what features may differ by
-    notes            what a user of the export has to know
+    logits           largest difference of logits, given the same pixels and tokens
+    image_features_own_pixels   largest difference of features if each encoder transforms the images
+                                itself
+    bound            largest allowed difference of `image_features` and `text_features`
+    notes            sentences that a user of the export has to know
     """
 
     runtime: str
@@ -84,18 +85,18 @@ class Certificate:
     @property
     def largest(self) -> float:
         """Largest difference of features of equal inputs."""
-        # max() of a NaN and a number may be the number.
+        # max() may ignore a NaN.
         largest = [self.image_features, self.text_features or 0.0]
         return max(largest) if all(value == value for value in largest) else float("inf")
 
     @property
     def holds(self) -> bool:
-        """Returns True if features of equal inputs are equal up to the bound, and logit scales up
-        to `BOUND`. NaN never is."""
+        """True if features of equal inputs differ by at most the bound, and logit scales by at most
+        `BOUND`. NaN never does."""
         return self.largest <= self.bound and (self.logit_scale or 0.0) <= BOUND
 
     def difference(self) -> str:
-        """Describes the largest differences and their bounds."""
+        """Describes the largest differences and their bounds, for messages."""
         scales, bounds = "", f"{self.bound:g}"
         if self.logit_scale is not None:
             scales = f" (and logit scales by {self.logit_scale:.2g} of their value)"
@@ -123,13 +124,12 @@ def compare(
     bound: float = BOUND,
     notes: Sequence[str] = (),
 ) -> Certificate:
-    """Runs both encoders on the probes, in fp32.
+    """Runs the encoders `source` and `other` on the probes, in fp32, and returns the differences.
 
-    An encoder has `preprocess_val` and `encode_image` of `Encoder` (features may be a state of
-    another shape), and unless it is an image tower alone `tokenizer`, `encode_text` and
-    `logit_scale` too. Without any text, or with an image tower, image features of equal pixels are
-    compared, and nothing else. Image transforms and tokenizers are compared unless `other` has
-    taken over those of `source`. Raises ValueError for pixels of other shapes.
+    Both have `preprocess_val` and `encode_image` as `Encoder` does (features may have any shape)
+    and, if they have a text tower, `tokenizer`, `encode_text` and `logit_scale`. If one has none,
+    or there are no texts, only image features of equal pixels are compared. Image transforms and
+    tokenizers are compared unless `other` uses those of `source`.
     """
     pixels = torch.stack([source.preprocess_val(image) for image in probes.images.values()])
     images = [_in_batches(encoder.encode_image, pixels) for encoder in (source, other)]
@@ -154,17 +154,12 @@ def compare(
 def _compare_pixels(
     source: Any, other: Any, pictures: Mapping[str, Image.Image], first: Tensor
 ) -> dict[str, Any]:
-    """The certificate's fields about image transforms; `first` are the pixels of `source`."""
+    """Returns a certificate's fields about image transforms; `first` are the pixels of `source`."""
     second = torch.stack([other.preprocess_val(image) for image in pictures.values()])
-    if first.shape != second.shape:
-        raise ValueError(
-            f"the export's image processor gives pixels of shape {tuple(second.shape[1:])}, the "
-            f"model takes {tuple(first.shape[1:])}"
-        )
     dark, light = (
         source.preprocess_val(Image.new("RGB", (64, 64), (shade,) * 3)) for shade in (0, 255)
     )
-    unit = (light - dark).mean(dim=(1, 2), keepdim=True)  # of each channel, from dark to light
+    unit = (light - dark).mean(dim=(1, 2), keepdim=True)  # 255 shades, for each channel
     moved = ((first - second).abs() * (1.0 / unit)).amax(dim=(1, 2, 3)) * 255.0
     features = _in_batches(source.encode_image, first), _in_batches(other.encode_image, second)
     return {
@@ -175,8 +170,8 @@ def _compare_pixels(
 
 
 def _compare_tokens(source: Any, other: Any, texts: Sequence[str], first: Tensor) -> dict[str, Any]:
-    """The certificate's fields about tokenizers; `first` are the tokens of `source`."""
-    reads_to_end = hasattr(source.tokenizer, "bpe_ranks")  # CLIP, whatever fills the rest
+    """Returns a certificate's fields about tokenizers; `first` are the tokens of `source`."""
+    reads_to_end = hasattr(source.tokenizer, "bpe_ranks")  # CLIP ignores tokens after the end
     differing = []
     for text, a, b in zip(texts, first, other.tokenizer([*texts]), strict=True):
         if reads_to_end:
@@ -187,8 +182,8 @@ def _compare_tokens(source: Any, other: Any, texts: Sequence[str], first: Tensor
 
 
 def _in_batches(encode: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Features of all rows. The last batch has one row: an export may not hold for one size only,
-    as a graph does in which the number of rows became a constant."""
+    """Returns the features of all rows. The last batch has one row, since an export must work for
+    several batch sizes; in a wrong graph the number of rows would be a constant."""
     cut = max(len(rows) - 1, 1)
     starts = [*range(0, cut, _BATCH), cut]
     parts = [rows[a:b] for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
@@ -200,11 +195,11 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 
 def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Probes:
-    """Up to ``num_images`` pictures below a folder, spread over it, and a text per line of a file;
-    drawn pictures and ``TEXTS`` where these are None.
+    """Reads up to ``num_images`` pictures, spread over a folder, and a text file's lines.
 
-    Raises FileNotFoundError where there are none, and ValueError for a picture that cannot be
-    decoded and for a file that is empty or no UTF-8.
+    Without a folder the pictures are those of ``draw_images``, and without a file the texts are
+    ``TEXTS``. Raises FileNotFoundError if the folder has no pictures, and ValueError for a picture
+    that cannot be decoded and for a file that is empty or no UTF-8.
     """
     lines: Sequence[str] = TEXTS
     if texts is not None:
@@ -231,7 +226,7 @@ def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Pro
 
 
 def draw_images() -> dict[str, Image.Image]:
-    """Smooth pictures, noise and sharp edges in several shapes, the same on every machine."""
+    """Draws smooth pictures, noise and sharp edges in several sizes, the same on every machine."""
     random = np.random.default_rng(0)
     pictures = {}
     for height, width in ((224, 224), (300, 500), (640, 480), (50, 40), (1000, 333)):

@@ -1,6 +1,6 @@
-"""Verb ``export --to``: an exported encoder -> another library's layout, with certificates.
+"""Verb ``export --to``: converts an exported encoder to another library's layout and compares both.
 
-A layout is a module of ``targets``; this file drives it.
+Each layout is a module of ``targets``, which this file calls.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def run(
     num_images: int = 64,
     force: Remake = Remake.NOTHING,
 ) -> Path:
-    """Writes the encoder in ``model`` (an export: a stage, a soup, a concat; for `clip_retrieval` a
-    stage's embeddings in its run directory) as a folder that library ``to`` reads; returns it.
+    """Converts the encoder in ``model`` to a folder ``out`` that library ``to`` reads; returns it.
 
-    ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
-    are compared (default: drawn ones); the differences are in ``certificate.json``. Raises
-    FileNotFoundError where there is no such model, and ValueError where the other library cannot
-    hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
-    then.
+    ``model`` is an export (a stage, a soup, a concat), or for `clip_retrieval` the embeddings of a
+    stage in its run directory. ``images`` (a folder of pictures) and ``texts`` (a file with a text
+    per line) are what the two encoders are compared on, by default those of `certificate`; the
+    differences go into ``certificate.json``. Raises FileNotFoundError if there is no such model,
+    and ValueError if the library cannot hold it, ``out`` holds other files, a package is missing or
+    features differ; nothing is left behind then.
     """
     source = _open(to, model, precision)
-    out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
+    out = out if out.name not in ("", "..") else out.resolve()  # temporary folders use its name
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
     artifacts.refuse_foreign(out, "--out")
@@ -67,7 +67,10 @@ def run(
 
 @dataclass(frozen=True)
 class Converted(Step[tuple[Source, Probes]]):
-    """A model in another library's layout; of the probes that are given, the digests."""
+    """A model in another library's layout.
+
+    ``images`` and ``texts`` are digests of the user's probes; None: those of `certificate`.
+    """
 
     kind = "converted"
     to: str
@@ -76,12 +79,12 @@ class Converted(Step[tuple[Source, Probes]]):
     texts: str | None
 
     def reads(self, how: tuple[Source, Probes]) -> dict[str, str]:
-        """The model, and what its target reads beside it."""
+        """Returns the digests of the model and of what else its target reads."""
         source, beside = how[0], getattr(targets.find(self.to), "inputs", None)
         return {"model": source.digest} | (beside(source) if beside else {})
 
     def make(self, out: Artifact, how: tuple[Source, Probes]) -> Made:
-        """Raises ValueError, before anything is in the folder, where features differ."""
+        """Writes the folder. Raises ValueError, before anything is in it, if features differ."""
         (source, probes), folder = how, out.directory
         proofs = _write(self.to, source, out, probes)
         for number, proof in enumerate(proofs):
@@ -93,8 +96,11 @@ class Converted(Step[tuple[Source, Probes]]):
 
 
 def _open(to: str, model: Path, precision: Precision | None) -> Source:
-    """The model that is converted. Raises ValueError for a precision that the target has not, and
-    FileNotFoundError where it wants a model and there is none."""
+    """Returns the model that is converted.
+
+    Raises ValueError for a precision that the target does not have, and FileNotFoundError if it
+    converts models and there is none.
+    """
     target = targets.find(to)
     source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
     if source.precision not in getattr(target, "PRECISIONS", ("fp32",)):
@@ -113,10 +119,12 @@ def _open(to: str, model: Path, precision: Precision | None) -> Source:
 
 
 def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[Certificate]:
-    """Writes all files but the manifest. Nothing is in the folder before all certificates hold, and
-    an old folder stays where they do not: ValueError."""
+    """Writes all files but the manifest into a temporary folder, and then moves them.
+
+    Raises ValueError, and leaves the old folder unchanged, if a certificate does not hold.
+    """
     out = artifact.directory
-    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):  # of conversions killed before
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):  # from killed conversions
         number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
         if number.isdecimal() and start_of_process(int(number)) is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -147,8 +155,10 @@ def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[
 
 
 def _report(out: Path, proof: Certificate, first: bool) -> None:
-    """Logs the differences of a runtime, and warns of what a user has to know. Texts are reported
-    with the first runtime only, since all runtimes share one tokenizer."""
+    """Logs the differences in one runtime, and warns of what a user has to know.
+
+    Other tokens are reported with the ``first`` runtime only, since all share one tokenizer.
+    """
     texts = proof.text_features
     log.info(
         "%s: %s on %d images%s: features differ by at most %.1g%s",

@@ -1,9 +1,9 @@
-"""An image processor for transformers that gives the pixels of open_clip's transform.
+"""An image processor for transformers that returns the pixels of open_clip's transform.
 
-They are exactly those for pictures as mclclip decodes them: upright, and 8-bit RGB. It turns other
-pictures upright by their EXIF orientation and converts them to RGB before it resizes them, as
-mclclip does; open_clip does neither, so its pixels of rotated, palette and transparent pictures are
-others. 16-bit grey is converted as Pillow does it, where mclclip scales it to 8 bits.
+They are exactly open_clip's for pictures that are upright 8-bit RGB, as mclclip decodes them. Other
+pictures are first turned upright by their EXIF orientation and converted to RGB, as in mclclip;
+open_clip does neither, so its pixels of rotated, palette and transparent pictures differ. 16-bit
+grey is converted as Pillow does it, while mclclip scales it to 8 bits.
 
 transformers' own processor rounds the place of the centre crop down; open_clip (torchvision) rounds
 halves to the even number. Where the longer side of the resized picture leaves 3, 7, 11, ... pixels
@@ -24,15 +24,15 @@ from transformers.image_processing_utils import BatchFeature, ImageProcessingMix
 
 
 class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
-    """Images -> `pixel_values` float32 [B, 3, H, W].
+    """Turns pictures into `pixel_values` float32 [B, 3, H, W].
 
-    size         {"shortest_edge": S} keeps the shape and cuts out the middle, {"height": H,
-                 "width": W} squeezes the picture
-    crop_size    {"height": H, "width": W} of what is cut out
+    size         {"shortest_edge": S} resizes without distortion, {"height": H, "width": W}
+                 distorts the picture to this size
+    crop_size    {"height": H, "width": W} of the middle that is then cut out
     resample     Pillow's number of the interpolation: 3 bicubic, 2 bilinear, 0 nearest
     image_mean, image_std    of the channels, for values between 0 and 1
 
-    Arguments that transformers' CLIPImageProcessor has beside these are kept and not read.
+    Other arguments of transformers' CLIPImageProcessor are stored and not read.
     """
 
     model_input_names = ["pixel_values"]  # noqa: RUF012
@@ -54,11 +54,11 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
         self.image_std = list(image_std or [0.5, 0.5, 0.5])
 
     def __call__(self, images: Any, return_tensors: Any = None, **kwargs: Any) -> Any:
-        """One picture or a list of them -> `pixel_values`. `kwargs` are not read."""
+        """Turns one picture or a list of them into `pixel_values`. `kwargs` are not read."""
         return self.preprocess(images, return_tensors=return_tensors, **kwargs)
 
     def preprocess(self, images: Any, return_tensors: Any = None, **kwargs: Any) -> Any:
-        """The same; transformers' libraries call either."""
+        """Does what calling the object does; some code of transformers calls this method."""
         while isinstance(images, list | tuple) and images and isinstance(images[0], list | tuple):
             images = [image for inner in images for image in inner]
         several = images if isinstance(images, list | tuple) else [images]
@@ -73,13 +73,13 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
         if upright.has_transparency_data:
             below = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(below, upright.convert("RGBA"))
-        image = self._cropped(self._resized(upright.convert("RGB")))
+        image = self._crop(self._resize(upright.convert("RGB")))
         values = np.asarray(image).astype(np.float32).transpose(2, 0, 1) / np.float32(255)
         colours = self.image_mean, self.image_std
         mean, std = (np.asarray(v, np.float32)[:, None, None] for v in colours)
         return np.ascontiguousarray((values - mean) / std)
 
-    def _resized(self, image: Image.Image) -> Image.Image:
+    def _resize(self, image: Image.Image) -> Image.Image:
         width, height = image.size
         if "shortest_edge" in self.size:
             short, edge = min(width, height), self.size["shortest_edge"]
@@ -90,7 +90,7 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
             return image
         return image.resize(sides, Image.Resampling(self.resample))
 
-    def _cropped(self, image: Image.Image) -> Image.Image:
+    def _crop(self, image: Image.Image) -> Image.Image:
         width, height = self.crop_size["width"], self.crop_size["height"]
         if image.size == (width, height):
             return image

@@ -1,7 +1,7 @@
-"""Image processors and tokenizers of exports, as files that transformers reads.
+"""Writes image processors and tokenizers of exports, as files that transformers reads.
 
-There are two image processors, a stock one and one of open_clip's pixels; the tokenizer is CLIP's
-own, or the model's.
+An export has two image processors: transformers' own, and one that returns open_clip's pixels. Its
+tokenizer is CLIP's own, or the model's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mclclip.models import config_check, tokenizer, transformers_folder, weights
 from mclclip.models.model import Model
 from mclclip.util import files
 
-_PROCESSOR = "image_processing_open_clip"  # module of the own image processor, here and in exports
+_PROCESSOR = "image_processing_open_clip"  # module of `OpenClipImageProcessor`, copied into exports
 EXACT = "exact_processor"
-"""The folder of an export that holds the image processor of open_clip's pixels."""
+"""The folder of an export that holds the image processor with open_clip's pixels."""
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -27,12 +27,12 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) -> None:
-    """Writes transformers' own image processor, and in the folder `EXACT` the one of open_clip's
-    pixels, whose code lies beside it and runs where a user trusts it.
+    """Writes transformers' own image processor, and in the folder `EXACT` the one with open_clip's
+    pixels, whose code lies beside it and runs only if a user trusts it.
 
     `settings` are open_clip's options of the validation transform; `kind` is ``CLIP`` or
-    ``Siglip``, as transformers names its classes. Raises ValueError for a way to resize that it
-    has not.
+    ``Siglip``, as transformers names its classes. Raises ValueError for a way of resizing that
+    transformers does not have.
     """
     resize, size = settings.get("resize_mode") or "shortest", settings["size"]
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -44,7 +44,7 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
         )
     methods = {"bicubic": 3, "bilinear": 2, "nearest": 0}
     record = {
-        # SigLIP's class squeezes pictures, and in transformers 4 it cuts nothing out.
+        # In transformers 4, SigLIP's class distorts pictures and cannot crop.
         "image_processor_type": f"{'CLIP' if resize == 'shortest' else kind}ImageProcessor",
         "processor_class": f"{kind}Processor",
         "do_convert_rgb": True,
@@ -70,8 +70,10 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
 
 
 def load_processor(out: Path | str) -> Any:
-    """The image processor of open_clip's pixels with the settings of an export: the class of this
-    package, never the file in the folder."""
+    """Loads the image processor with open_clip's pixels from an export.
+
+    Only the settings are read from the export; the class is this package's, never the file there.
+    """
     cls = import_module(f"mclclip.export.{_PROCESSOR}").OpenClipImageProcessor
     return cls.from_pretrained(str(Path(out) / EXACT))
 
@@ -82,9 +84,9 @@ def load_processor(out: Path | str) -> Any:
 def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: str = _END) -> None:
     """Writes CLIP's own tokenizer as the files of transformers' ``CLIPTokenizer``.
 
-    ``pad`` is the token after the end of a text; open_clip's has the number 0, which is ``!``, and
-    transformers' CLIP has the end itself. Only a model that reads what follows an end tells them
-    apart. Raises ValueError for another tokenizer.
+    ``pad`` is the token that fills the space after a text: open_clip takes id 0, which is ``!``,
+    and transformers' CLIP repeats the end token. It matters only to models that read behind the
+    end. Raises ValueError for another tokenizer.
     """
     words, merges = getattr(tokenizer, "encoder", None), getattr(tokenizer, "bpe_ranks", None)
     if not isinstance(words, dict) or not isinstance(merges, dict):
@@ -110,9 +112,11 @@ def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: s
 
 
 def write_tokenizer(source: Path, text_tokenizer: Any, out: Path) -> None:
-    """Writes the tokenizer of the model in ``source``: CLIP's, padded as open_clip pads, or
-    another one's files, from ``source`` or the hub's cache. Raises FileNotFoundError for one that
-    is in neither."""
+    """Writes the tokenizer of the model in ``source``.
+
+    CLIP's own is written as files, with open_clip's padding. The files of another one come from
+    ``source``, or from the hub or its cache. Raises FileNotFoundError if they are nowhere.
+    """
     if hasattr(text_tokenizer, "bpe_ranks"):
         write_clips_tokenizer(text_tokenizer, int(text_tokenizer(["a"]).shape[1]), out, pad="!")
         return
@@ -123,8 +127,11 @@ def write_tokenizer(source: Path, text_tokenizer: Any, out: Path) -> None:
 
 
 def _fetch(source: Path, text_tokenizer: Any) -> Any:
-    """The tokenizer ``text_tokenizer`` itself, which its model fetches when it is used. Raises
-    FileNotFoundError, which says what to do, where it is neither in ``source`` nor to be had."""
+    """Fetches a model's tokenizer now, which otherwise happens at its first text.
+
+    Raises FileNotFoundError, which says what to do, if it is not in ``source`` and cannot be
+    fetched.
+    """
     try:
         return tokenizer.fetch_tokenizer(text_tokenizer)
     except FileNotFoundError as error:
@@ -135,16 +142,16 @@ def _fetch(source: Path, text_tokenizer: Any) -> Any:
 
 
 def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
-    """Writes a SigLIP model's tokenizer, which first does to a text what open_clip does.
+    """Writes a SigLIP model's tokenizer so that it cleans texts as open_clip does.
 
-    SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), and the
-    files of its tokenizer do not say so. What the format cannot express is the repair of broken
-    Unicode and of HTML's entities; the certificate counts texts whose tokens differ. Raises
-    FileNotFoundError where the tokenizer cannot be had.
+    SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), which the
+    published files of its tokenizer do not do. The format cannot express the repair of broken
+    Unicode and of HTML entities; the certificate counts texts whose tokens differ. Raises
+    FileNotFoundError if the tokenizer cannot be fetched.
     """
     text_tokenizer = _fetch(source, model.tokenizer)
     inner: Any = getattr(text_tokenizer, "tokenizer", None)
-    if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's, or one without this format
+    if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's own, or no fast tokenizer
         write_tokenizer(source, text_tokenizer, out)
         return
     from tokenizers import Regex, Tokenizer, normalizers
@@ -152,7 +159,7 @@ def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
     transformers = config_check.library()
     options = model.config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}
     clean = options.get("clean", "whitespace")
-    steps: list[Any] = [normalizers.NFC()]  # open_clip's function of the name `clean`
+    steps: list[Any] = [normalizers.NFC()]  # the steps of open_clip's function for `clean`
     if clean == "canonicalize":
         marks = "".join(f"\\{mark}" for mark in string.punctuation if mark != "_")
         steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{marks}]"), "")]
@@ -172,4 +179,4 @@ def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
     ).save_pretrained(str(out))
     path = out / config_check.TOKENIZER_CONFIG
     record = files.read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    files.write_json(path, record)  # under the name that version 4 of transformers knows too
+    files.write_json(path, record)  # version 4 of transformers knows the class by this name

@@ -1,23 +1,24 @@
 """Several stages of a CLIP, joined, as a model of Hugging Face transformers.
 
-    StagesVisionModel   the image half: `pooler_output` is the joined feature, `hidden_states` the
-                        state before the last block of every stage, the same joined, and the last
+    StagesVisionModel   the image half: `pooler_output` is the joined feature
     StagesModel         both halves, with `get_image_features`, `get_text_features`, `logit_scale`
 
-All stages have the blocks of open_clip's ViT. Their first `num_trunk_blocks` blocks are the same,
-so they are stored and run once. `hidden_states` are one state per stage and not one per block.
-LLaVA reads them in two ways, and needs no change for either:
+All stages have the blocks of open_clip's ViT. Their first `num_trunk_blocks` blocks are equal, so
+they are stored and run once. `hidden_states` has one state for each stage (that before the stage's
+last block), then these joined, then the last states joined. LLaVA can read them in two ways, by its
+option `vision_feature_layer`:
 
-    [0, 1, 2]   transformers 5 concatenates the states that `vision_feature_layer` names, and its
-                projector takes `hidden_size` channels of each
-    -2          transformers 4.37 and LLaVA's own code take one state: that of all stages, joined.
-                Their projector takes `hidden_size` channels in all, which must be `num_stages`
-                times `width` then: `from_pretrained(..., hidden_size=...)`, or in config.json
+    [0, 1, 2]   transformers 5 concatenates these states. Its projector takes `hidden_size` channels
+                of each
+    -2          transformers 4.37 and LLaVA's own code read a single state: that of all stages,
+                joined. Their projector takes `hidden_size` channels in all, so this must then be
+                `num_stages` times `width`: `from_pretrained(..., hidden_size=...)`, or in
+                config.json
 
 Importing this module registers both with AutoConfig and AutoModel, and the second with the class of
-the pipeline for zero-shot classification. Exports have a copy of it beside
-their weights, which `trust_remote_code=True` runs; it needs torch and transformers (4.37 or newer),
-and nothing of mclclip.
+the pipeline for zero-shot classification. Exports have a copy of this file beside their weights,
+which `trust_remote_code=True` runs; it needs torch and transformers (4.37 or newer), and nothing of
+mclclip.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from transformers.models.clip.modeling_clip import CLIPOutput
 
 
 class _Sizes(PretrainedConfig):  # type: ignore[misc]
-    """A configuration whose fields, with their defaults, are ``sizes``."""
+    """A configuration that has the fields in ``sizes``, a mapping of names to defaults."""
 
     sizes: ClassVar[dict[str, Any]] = {}
 
@@ -50,9 +51,13 @@ class _Sizes(PretrainedConfig):  # type: ignore[misc]
 
 
 class StagesVisionConfig(_Sizes):
-    """Sizes of the image half. `variant`: `raw` joins features as they are, `stage_norm` each at
-    unit length. `num_stages` towers share their first `num_trunk_blocks` blocks. `width` is that of
-    their blocks, and `hidden_size` what LLaVA's projector reads: `width`, or that of all stages."""
+    """Configuration of the image half.
+
+    num_stages, num_trunk_blocks   number of towers, and of the first blocks that they share
+    variant      `raw` joins features as they are, `stage_norm` scales each to unit length first
+    width        width of a tower's blocks
+    hidden_size  what LLaVA's projector reads: `width`, or `num_stages` times `width`
+    """
 
     model_type = "mclclip_stages_vision"
     base_config_key = "vision_config"
@@ -69,7 +74,7 @@ class StagesVisionConfig(_Sizes):
 
 
 class StagesTextConfig(_Sizes):
-    """Sizes of the text half: `num_towers` is 1 where all stages have the same text tower."""
+    """Configuration of the text half; `num_towers` is 1 if all stages share their text tower."""
 
     model_type = "mclclip_stages_text"
     base_config_key = "text_config"
@@ -81,7 +86,7 @@ class StagesTextConfig(_Sizes):
 
 
 class StagesConfig(PretrainedConfig):  # type: ignore[misc]
-    """The configurations of both halves."""
+    """Configuration of a joined CLIP: those of its image half and its text half."""
 
     model_type = "mclclip_stages"
     sub_configs = {"vision_config": StagesVisionConfig, "text_config": StagesTextConfig}  # noqa: RUF012
@@ -107,12 +112,12 @@ def _of(kind: type[Any], config: Any) -> Any:
 
 
 def unit(features: Tensor) -> Tensor:
-    """[..., D] -> unit length, in fp32."""
+    """Scales rows [..., D] to unit length, in fp32."""
     return functional.normalize(features.float(), dim=-1, eps=1e-12)
 
 
 def _join(features: Any) -> Tensor:
-    """S features [B, D] -> unit [B, S*D]."""
+    """Concatenates S features [B, D] -> [B, S*D] of unit length."""
     return unit(torch.cat([feature.float() for feature in features], dim=-1))
 
 
@@ -145,7 +150,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """The embedding of the patches, and blocks that all stages share."""
+    """The embedding of the patches, and the first `num_blocks` blocks."""
 
     def __init__(self, config: StagesVisionConfig, num_blocks: int) -> None:
         super().__init__()
@@ -158,7 +163,7 @@ class Trunk(nn.Module):
         self.blocks = nn.ModuleList([Block(config, width) for _ in range(num_blocks)])
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
-        """[B, C, H, W] -> the state before every block, and after the last one."""
+        """[B, C, H, W] -> the states [B, tokens, width] before each block, and after the last."""
         patches = self.conv1(pixels.to(self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
         first = self.class_embedding.expand(len(patches), 1, -1)
         hidden = torch.cat([first, patches], dim=1) + self.positional_embedding
@@ -169,8 +174,10 @@ class Trunk(nn.Module):
 
 
 class Tail(nn.Module):
-    """The last blocks of one stage, its final norm and projection; where stages share nothing, its
-    embedding and all of its blocks."""
+    """The last blocks of one stage, its final norm and its projection.
+
+    If stages share no blocks, it also has the embedding and all blocks, as a `Trunk`.
+    """
 
     def __init__(self, config: StagesVisionConfig) -> None:
         super().__init__()
@@ -184,8 +191,11 @@ class Tail(nn.Module):
         self.proj = nn.Linear(width, config.projection_dim, bias=False)
 
     def forward(self, hidden: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The trunk's output and the state before it (or pixels, where nothing is shared) -> the
-        state before the last block, the last state [B, tokens, width], the feature [B, D]."""
+        """Runs the stage on the trunk's last state `hidden` and the state `before` its last block.
+
+        If stages share no blocks, `hidden` has pixels and `before` is None. Returns the state
+        before the last block, the last state [B, tokens, width], and the feature [B, D].
+        """
         if before is None:
             states = self.trunk(hidden)
         else:
@@ -196,7 +206,7 @@ class Tail(nn.Module):
 
 
 class TextTower(nn.Module):
-    """CLIP's text tower; the feature is read at the largest token, which ends a text."""
+    """CLIP's text tower; it reads the feature at the largest token id, which ends a text."""
 
     def __init__(self, config: StagesTextConfig) -> None:
         super().__init__()
@@ -219,8 +229,7 @@ class TextTower(nn.Module):
 
 
 class _Loaded(PreTrainedModel):  # type: ignore[misc]
-    """Settings that transformers asks of a model. It draws the weights of one that is made without
-    files; an export's come from its files."""
+    """Settings that transformers needs of a model class, and how it draws weights without files."""
 
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = False
@@ -233,7 +242,7 @@ class _Loaded(PreTrainedModel):  # type: ignore[misc]
 
 
 class StagesVisionModel(_Loaded):
-    """The image half; see the module."""
+    """The image half of a joined CLIP: all stages' image towers."""
 
     config_class = StagesVisionConfig
 
@@ -257,10 +266,16 @@ class StagesVisionModel(_Loaded):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """[B, C, H, W] -> `pooler_output` [B, S*D] of unit length, `last_hidden_state` [B, tokens,
-        S*width], and `hidden_states`: of every stage the state [B, tokens, width] before its last
-        block, then these joined [B, tokens, S*width], so that -2 is what it is of a single CLIP,
-        and the last state. They are given always, since they cost little. `kwargs` are not read."""
+        """Runs all stages on pixels [B, C, H, W].
+
+        pooler_output      the joined feature [B, S*D], of unit length
+        hidden_states      for each stage the state before its last block [B, tokens, width]; then
+                           these joined [B, tokens, S*width], so that -2 means the same as in a
+                           single CLIP; then the last states joined
+        last_hidden_state  the last states joined [B, tokens, S*width]
+
+        States are always returned, since they cost little. `kwargs` are not read.
+        """
         hidden, before = pixel_values, None
         if self.config.num_trunk_blocks:
             *_, before, hidden = self.trunk(pixel_values)
@@ -278,7 +293,7 @@ class StagesVisionModel(_Loaded):
 
 
 class StagesModel(_Loaded):
-    """Both halves; see the module."""
+    """A joined CLIP: all stages' image towers, the text towers, and the logit scale."""
 
     config_class = StagesConfig
 
@@ -291,13 +306,15 @@ class StagesModel(_Loaded):
         self.post_init()
 
     def get_image_features(self, pixel_values: Tensor, **kwargs: Any) -> Tensor:
-        """[B, C, H, W] -> unit [B, S*D]."""
+        """[B, C, H, W] -> joined image features [B, S*D] of unit length."""
         features: Tensor = self.vision_model(pixel_values).pooler_output
         return features
 
     def get_text_features(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """[B, context] int64 -> unit [B, S*D]. Texts need no mask: features are read at their
-        ends, and attention looks back only."""
+        """[B, context] int64 -> joined text features [B, S*D] of unit length.
+
+        Texts need no mask, since features are read at their ends and attention is causal.
+        """
         rows = [unit(tower(input_ids)) for tower in self.text_towers]
         repeats = self.config.vision_config.num_stages // len(rows)
         return _join(rows * repeats)
@@ -309,8 +326,8 @@ class StagesModel(_Loaded):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' `CLIPOutput` with `image_embeds` [B, S*D], `text_embeds` [N, S*D], and
-        where both are given `logits_per_image` [B, N] and `logits_per_text`."""
+        """Returns transformers' `CLIPOutput`: `image_embeds` [B, S*D] for pixels, `text_embeds`
+        [N, S*D] for tokens, and for both `logits_per_image` [B, N] and `logits_per_text`."""
         results: dict[str, Tensor] = {}
         if pixel_values is not None:
             results["image_embeds"] = self.get_image_features(pixel_values)

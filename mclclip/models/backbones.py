@@ -1,14 +1,15 @@
-"""Image towers of timm and torchvision: their making, for images of any size, and their layouts.
+"""Builds image towers of timm and torchvision for images of any size, and describes their layouts.
 
-Backbones are for training from random weights on small pictures, as in studies of SimCLR, MoCo and
-SimLAP, where open_clip's own towers do not fit (four channels, 32 pixels, a ResNet-18). A model's
-configuration names one in its `vision_cfg`, in place of open_clip's fields:
+Such a tower is called a backbone. It is trained from random weights on small pictures, as in
+studies of SimCLR, MoCo and SimLAP, where open_clip's own towers do not fit (four channels, 32
+pixels, a ResNet-18). A model's configuration names it in `vision_cfg`, in place of open_clip's
+fields:
 
     vision_cfg: {backbone: timm:resnet18, channels: 4, image_size: 32, stem: cifar}
 
 The layouts of timm's towers serve backbones and the towers that open_clip's `TimmModel` wraps.
-Transformers over tokens (ViT, SigLIP, EVA, PE-Core, ViTamin and others) have code of their own
-between the image and the first block, which their layouts call. Of all others, such as ConvNeXt,
+Transformers over tokens (ViT, SigLIP, EVA, PE-Core, ViTamin and others) run code of their own
+between the image and the first block, and their layouts call it. For all others, such as ConvNeXt,
 FastViT, Swin and ResNets, one forward pass on the "meta" device is recorded: if the output of each
 module is the unchanged input of the next, the tower is a chain of these modules. timm's
 `group_matcher`, its grouping for layer-wise decay, says which of them form one block.
@@ -68,15 +69,15 @@ class Backbone:
     image_size: PositiveInt = 224
     """Pixels of an image's side."""
     stem: Literal["own", "cifar"] = "own"
-    """``cifar``: a ResNet begins with a 3 x 3 convolution of stride 1 and without a max-pooling
-    (SimCLR, appendix B.9), for pictures of about 32 pixels."""
+    """``own``: the library's first layers. ``cifar``: a ResNet begins with a 3 x 3 convolution of
+    stride 1 and has no max-pooling (SimCLR, appendix B.9), for pictures of about 32 pixels."""
     mean: list[float] = field(default_factory=lambda: [0.5])
     """Subtracted from values between 0 and 1: one number, or one for each channel."""
     std: list[PositiveFloat] = field(default_factory=lambda: [0.5])
     """Divides the difference: one number, or one for each channel."""
     options: dict[str, bool | int | float | str | list[int] | None] = field(default_factory=dict)
-    """Further arguments of the library's model, such as ``patch_size`` and ``depth`` of timm's
-    transformers, ``layers`` and ``channels`` of its ResNets."""
+    """Other arguments of the library's model, such as ``patch_size`` and ``depth`` of timm's
+    transformers, or ``layers`` and ``channels`` of its ResNets."""
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
@@ -88,9 +89,11 @@ class Backbone:
 
 
 def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
-    """The checked `vision_cfg` of a backbone; ValueError of one line for one that does not fit.
+    """Checks the `vision_cfg` of a backbone and returns it as a `Backbone`.
 
-    The name must be one that the library lists itself, so that no foreign code is loaded.
+    `where` names the configuration in messages, for example a file. Raises ValueError, one line,
+    for a field that does not fit, and for a name that the library does not list itself, since it
+    could load foreign code.
     """
     for field_name, value in vision_cfg.items():
         if field_name != "options":
@@ -121,7 +124,7 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
 
 
 class BackboneTower(nn.Module):
-    """A model of ``Backbone`` as an image tower, without its classifier.
+    """An image tower that holds a library's model without its classifier.
 
     ``trunk`` is the library's model; ``head`` is empty. Images [B, C, H, W] -> features [B, D].
     """
@@ -152,13 +155,13 @@ class BackboneTower(nn.Module):
         self.preprocess_cfg = asdict(self.pixels)
 
     def transforms(self, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
-        """The train transform (SimCLR's unless `augmentation` names another kind), and the plain
-        transform for validation."""
+        """Returns the transforms of training (SimCLR's, unless `augmentation` names another kind)
+        and of validation (no augmentation)."""
         options = {transforms.KIND: "simclr"} | dict(augmentation or {})
         return transforms.training(self.pixels, options), transforms.PlainTransform(self.pixels)
 
     def layout(self) -> ImageLayout | str:
-        """The tower's layout, or the reason why it cannot be split or locked by block."""
+        """Returns the tower's layout, or why it cannot be split or locked by block."""
         return layout_or_reason(self, _layout_of)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -168,8 +171,11 @@ class BackboneTower(nn.Module):
 
 
 def _layout_of(tower: Any) -> ImageLayout:
-    """The layout of a backbone. In a network of convolutions every module of a layer outside the
-    stem is a block, and an average pooling follows the last one."""
+    """Returns the layout of a backbone.
+
+    In a ResNet or `SmallConv` every module after the stem is a block, and an average pooling
+    follows the last block.
+    """
     if isinstance(tower.trunk, torchvision_models.ResNet):
         stem: Names = tuple(f"trunk.{name}" for name in ("conv1", "bn1", "relu", "maxpool"))
         layers = [f"trunk.layer{i}" for i in range(1, 5)]
@@ -189,7 +195,7 @@ def _layout_of(tower: Any) -> ImageLayout:
 
 
 def _library_model(config: Backbone) -> Any:
-    """The library's model, without its classifier and with random weights."""
+    """Builds the library's model with random weights and without its classifier."""
     library, _, name = config.backbone.partition(":")
     options: dict[str, Any] = dict(config.options)
     if library == "mclclip":
@@ -210,7 +216,7 @@ def _library_model(config: Backbone) -> Any:
 
 
 def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.Conv2d:
-    """A first convolution of another size, with the weights that ResNets begin with."""
+    """Returns a replacement for a ResNet's ``first`` convolution, drawn as ResNets draw theirs."""
     padding = tuple(n // 2 for n in size)
     convolution = nn.Conv2d(channels, first.out_channels, size, stride, padding, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
@@ -220,12 +226,12 @@ def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.
 class SmallConv(nn.Module):
     """A small plain network of convolutions, for experiments that end within minutes on CPU cores.
 
-    3 x 3 convolutions, each with batch norm and ReLU, and the mean over all positions. The towers
-    of timm and torchvision begin at ten times its cost, and learn more slowly in few steps.
+    It has 3 x 3 convolutions, each with batch norm and ReLU, then the mean over all positions. The
+    smallest towers of timm and torchvision cost ten times as much, and learn less in few steps.
 
     channels  of an image
     widths    of the convolutions; the last one is the width D of the features
-    strides   of the convolutions, as many
+    strides   of the convolutions, one for each width
     """
 
     def __init__(
@@ -235,13 +241,6 @@ class SmallConv(nn.Module):
         strides: Sequence[int] = (2, 2, 2, 1),
     ) -> None:
         super().__init__()
-        lists = all(isinstance(numbers, Sequence) for numbers in (widths, strides))
-        fits = lists and 0 < len(widths) == len(strides) and min(*widths, *strides) >= 1
-        if not fits:
-            raise ValueError(
-                f"widths are {widths} and strides {strides}: wanted two lists of one length, all "
-                "numbers 1 or more"
-            )
         layers = []
         for before, width, stride in zip([channels, *widths[:-1]], widths, strides, strict=True):
             convolution = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
@@ -259,15 +258,10 @@ class SmallConv(nn.Module):
 
 
 def timm_layout(tower: Any) -> ImageLayout:
-    """The layout of an open_clip `TimmModel`, or of another tower with its `trunk` and `head`.
+    """Returns the layout of an open_clip `TimmModel`, or of a tower with such a `trunk` and `head`.
 
     Raises ValueError, naming timm's class, for a tower whose blocks do not form a chain.
     """
-
-    def finish(tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        pooled: Tensor = tower.trunk.forward_head(hidden, pre_logits=not project)
-        return tower.head(pooled) if project else pooled
-
     trunk = tower.trunk
     start: Callable[[Any, Tensor], tuple[Tensor, Any]] | None = None
     steps: Callable[[Any, Any], Sequence[Step]] | None = None
@@ -289,15 +283,20 @@ def timm_layout(tower: Any) -> ImageLayout:
         blocks = number_blocks(tower, "trunk.blocks")
     else:
         embedding, blocks, after = _chain_of_modules(tower)
-    # timm's features before its classifier; there are none where open_clip's head pools them, and
-    # none are known where the tower does not say their width.
+    # The width of timm's features before its classifier. None: open_clip's head does the pooling,
+    # or the tower does not say its width.
     pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
     tops = _top(tower, embedding, blocks)
-    return ImageLayout(embedding, blocks, *tops, finish, pooled_dim, after, start, steps)
+    return ImageLayout(embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps)
+
+
+def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:
+    pooled: Tensor = tower.trunk.forward_head(hidden, pre_logits=not project)
+    return tower.head(pooled) if project else pooled
 
 
 def _start_vit(tower: Any, images: Tensor) -> tuple[Tensor, None]:
-    """The convolutions of a hybrid are part of its embedding."""
+    """Returns the input of a ViT's first block; in a hybrid ViT its convolutions run here too."""
     trunk = tower.trunk
     return trunk.norm_pre(trunk.patch_drop(trunk._pos_embed(trunk.patch_embed(images)))), None
 
@@ -309,7 +308,7 @@ def _start_eva(tower: Any, images: Tensor) -> tuple[Tensor, Any]:
 
 
 def _steps_of_eva(tower: Any, rope: Tensor | None) -> Sequence[Step]:
-    """Eva's blocks take the rotary embedding of the positions too: one for all, or one each."""
+    """Returns Eva's blocks with their rotary position embedding: one for all, or one each."""
     trunk = tower.trunk
     if rope is None and trunk.rope is not None:
         fixed = hasattr(trunk.rope, "feat_shape")
@@ -330,14 +329,14 @@ def _start_relpos(tower: Any, images: Tensor) -> tuple[Tensor, None]:
 
 
 def _steps_of_relpos(tower: Any, _: Any) -> Sequence[Step]:
-    """The blocks may share a bias of relative positions."""
+    """Returns the blocks with the bias of relative positions that they may share."""
     shared = tower.trunk.shared_rel_pos
     bias = None if shared is None else shared.get_bias()
     return [partial(block, shared_rel_pos=bias) for block in tower.trunk.blocks]
 
 
 def _top(tower: nn.Module, embedding: Names, blocks: tuple[Names, ...]) -> tuple[Names, Names]:
-    """Names of the final norms, and of everything else that is not in or before a block."""
+    """Returns the names of the final norms, and of everything else behind the last block."""
     lower = embedding + tuple(name for block in blocks for name in block)
     norms = tuple(
         name
@@ -353,7 +352,10 @@ def _top(tower: nn.Module, embedding: Names, blocks: tuple[Names, ...]) -> tuple
 
 
 def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
-    """The embedding, the blocks, and what comes after them, of a tower that is a chain."""
+    """Returns the names of a tower's embedding, of its blocks, and of the modules after them.
+
+    Raises ValueError for a tower that is no chain of modules.
+    """
     trunk = tower.trunk
     try:
         groups = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
@@ -361,7 +363,7 @@ def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
         chain = _chain(calls[0], calls, groups)
         if not chain:
             raise ValueError("its modules do not follow one another")
-    except Exception as error:  # a pass of any of timm's towers may fail in any way
+    except Exception as error:  # timm's towers fail in many ways on inputs they do not expect
         cause = files.message_of(error, 120)
         raise ValueError(
             f"the image tower is a timm {type(trunk).__name__}, which is no chain of blocks that "
@@ -371,14 +373,15 @@ def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
     blocks: list[list[str]] = []
     last = 0
     for name in chain:
-        # Groups never fall along the chain; a module without parameters is of the one before it.
+        # Group numbers never fall along the chain. A module without parameters has no group of its
+        # own, and goes into that of the module before it.
         group = max([last, *_groups_of(name, groups)])
         if group > last:
             blocks.append([])
         (blocks[-1] if blocks else embedding).append(f"trunk.{name}")
         last = group
-    # Modules after the last block (final norms, convolutions) are known by their depth: they are
-    # direct children of the tower, blocks are not.
+    # Modules after the last block (final norms, convolutions) are direct children of the tower,
+    # and blocks lie deeper.
     deep = any(name.count(".") > 1 for block in blocks for name in block)
     after: list[str] = []
     while deep and blocks[-1][-1].count(".") == 1:
@@ -390,9 +393,10 @@ def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
 
 @dataclass
 class _Call:
-    """One call of a module: its only argument and its result, each with its version.
+    """One recorded call of a module.
 
-    The version of a tensor counts changes in place, which leave the tensor the same object.
+    argument, result   its only argument (None: it had others too) and what it returned
+    ..._version        torch's count of in-place changes to that tensor, which stays one object
     """
 
     name: str
@@ -403,9 +407,9 @@ class _Call:
 
 
 def _record_calls(trunk: Any, channels: int, image_size: tuple[int, int]) -> list[_Call]:
-    """The calls of one training pass on the "meta" device, in the order in which they begin.
+    """Records the module calls of one training pass on the "meta" device, by their beginnings.
 
-    The first is the tower's own, up to its pooling.
+    The first is that of the whole tower, whose result is the input of its pooling.
     """
     images = torch.empty(2, channels, *image_size, device="meta")
     calls = [_Call("", images, 0)]
@@ -436,7 +440,7 @@ def _record_calls(trunk: Any, channels: int, image_size: tuple[int, int]) -> lis
             hooks.append(module.register_forward_hook(end))
     trunk.forward_head = pool
     try:
-        trunk.train()  # where a dropout that is no module would break the chain
+        trunk.train()  # a dropout that is no module then shows, since it breaks the chain
         with torch.no_grad():
             torch.func.functional_call(trunk, shapes, (images,))
     finally:
@@ -449,10 +453,11 @@ def _record_calls(trunk: Any, channels: int, image_size: tuple[int, int]) -> lis
 
 
 def _chain(whole: _Call, calls: Sequence[_Call], groups: dict[str, int]) -> list[str]:
-    """The chain of modules that leads from a call's argument to its result; empty for no chain.
+    """Returns the names of the modules that lead from the argument of the call `whole` to its
+    result, one after the other; empty if they do not.
 
-    A module that timm puts into several groups is replaced by the chain inside it, if any.
-    `groups`: by parameter name.
+    `groups` maps parameters to timm's groups. A module whose parameters lie in several groups is
+    replaced by the chain inside it, if there is one.
     """
     prefix = f"{whole.name}." if whole.name else ""
     chain: list[str] = []
@@ -474,13 +479,13 @@ def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
 
 
 def check_image_size(visual: Any) -> None:
-    """Raises ValueError if a timm tower has another size than that of its name."""
+    """Raises ValueError if `image_size` is another than timm's tower of this name takes."""
     trunk = getattr(visual, "trunk", None)
     patches = getattr(trunk, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     if size is None or getattr(trunk, "dynamic_img_size", False):
         return
-    # Below a transformer, convolutions take any size; positions that are learned do not.
+    # A hybrid's convolutions (`backbone`) take any size; learned positions do not.
     strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
     positions = getattr(trunk, "pos_embed", None) is not None
     if (strict or positions) and tuple(size) != tuple(visual.image_size):

@@ -1,8 +1,7 @@
-"""open_clip behind one small interface: models by name, directory or config.
+"""Finds and builds open_clip's models by name, directory or config; the only importer of open_clip.
 
-This is the only file that imports open_clip. Models may come from strangers: weights load through
-safetensors or `torch.load(weights_only=True)` alone, and `config_check` refuses configurations that
-could bring code.
+Models may come from strangers: weights load through safetensors or `torch.load(weights_only=True)`
+alone, and `config_check` refuses configurations that could bring code.
 """
 
 import copy
@@ -63,8 +62,8 @@ RECOMMENDED_TEMPLATES = tuple(str(prompt("{}")) for prompt in open_clip.SIMPLE_I
 
 
 def clean_caption(text: str) -> str:
-    """The text as CLIP's tokenizer cleans it: mended by ftfy, without HTML entities, its words
-    joined by single spaces, in lower case."""
+    """Cleans a text as CLIP's tokenizer does: repairs it by ftfy, resolves HTML entities, joins its
+    words by single spaces, and turns it into lower case."""
     return str(get_clean_fn("lower")(text))
 
 
@@ -73,14 +72,16 @@ def find(
     pretrained: str | None = None,
     load_weights: bool = True,
 ) -> tuple[dict[str, Any], Path | None, Path | None]:
-    """The checked configuration, the weights file (the folder of a model of transformers), and the
-    directory of a tokenizer's files.
+    """Finds a model; returns its checked configuration, its weights, and its directory.
 
-    Raises the errors of `loading.load_towers` that concern them.
+    The configuration has `model_cfg` and perhaps `preprocess_cfg`. The weights are a file, the
+    folder of a transformers model, or None. The directory holds the files of the model's tokenizer;
+    it is None for a model that has no directory. Raises the errors of `loading.load_towers` about
+    these.
     """
     label, directory = str(name).removeprefix("local-dir:"), None
     if str(name).startswith(transformers_folder.PREFIX):
-        _refuse_pretrained(str(name), pretrained)
+        refuse_pretrained(str(name), pretrained)
         directory = transformers_folder.find(str(name))
         config = transformers_folder.read_config(directory, _simple_tokenizer(77))
         config_check.check(config, _published(), _KINDS, str(directory))
@@ -93,13 +94,13 @@ def find(
         label = "the model config" if isinstance(name, Mapping) else label
         config = _completed(config, label, file)
     elif str(name).startswith("local-dir:") or os.path.isdir(label):
-        _refuse_pretrained(str(name), pretrained)
+        refuse_pretrained(str(name), pretrained)
         directory = Path(label)
         weights.check_recorded(directory, load_weights=load_weights)
         config = weights.read_config(directory)
         file = weights.find_weights(directory) if load_weights else None
     elif label.startswith("hf-hub:"):
-        _refuse_pretrained(label, pretrained)
+        refuse_pretrained(label, pretrained)
         where, fetch = label.removeprefix("hf-hub:"), download_pretrained_from_hf
         path = fetch_quietly(f"the config of {label!r}", lambda: fetch(where, weights.CONFIG))
         file = Path(fetch_quietly(f"the weights of {label!r}", lambda: fetch(where)))
@@ -115,23 +116,21 @@ def find(
 
 @functools.cache
 def _published() -> list[dict[str, Any]]:
-    """open_clip's own model configs."""
+    """Returns the model configs that open_clip ships."""
     return [open_clip.get_model_config(name) for name in open_clip.list_models()]
 
 
 def _of_open_clip(
     label: str, name: str, pretrained: str | None
 ) -> tuple[dict[str, Any], Path | None]:
-    """The configuration and the weights file of a name of open_clip's own."""
+    """Returns the config and the weights file (None without weights) of open_clip's model `label`;
+    `name` is what the user typed, for messages."""
     if (model_cfg := open_clip.get_model_config(label)) is None:
-        if twin := _twin(name):
-            raise ValueError(
-                f"{name!r} is no name of open_clip's, where the same model is {twin}: give that"
-            )
-        near = nearest(label, open_clip.list_models())
+        twin, near = _twin(name), ", ".join(nearest(label, open_clip.list_models()))
+        hint = f"open_clip calls this model {twin}: give that" if twin else f"nearest: {near}"
         raise ValueError(
-            f"{name!r} is neither a directory nor an open_clip model (nearest: "
-            f"{', '.join(near)}): give one of these, local-dir:PATH or a JSON model config"
+            f"{name!r} is neither a directory nor an open_clip model ({hint}): give a name of "
+            "open_clip, local-dir:PATH or a JSON model config"
         )
     tag = open_clip.get_pretrained_cfg(label, pretrained) if pretrained else {}
     if not tag:
@@ -144,8 +143,10 @@ def _of_open_clip(
 
 
 def _check_gelu(model_cfg: Mapping[str, Any], label: str, quick_gelu: bool, whose: str) -> None:
-    """Raises ValueError where weights were trained with another activation than the model's, of
-    which open_clip only warns, and every feature would be slightly wrong."""
+    """Raises ValueError if weights were trained with another activation than the model has.
+
+    open_clip only warns of this, and every feature would be slightly wrong.
+    """
     got = bool(model_cfg.get("quick_gelu"))
     if quick_gelu == got or model_cfg["vision_cfg"].get("timm_model_name"):
         return
@@ -159,8 +160,9 @@ def _check_gelu(model_cfg: Mapping[str, Any], label: str, quick_gelu: bool, whos
 
 
 def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[str, Any]:
-    """The configuration of a model, completed by its file of weights and by the records beside it.
-    Raises ValueError if the weights were trained with another activation."""
+    """Returns the configuration with the fields that the weights' tensor names show (see
+    `state_dicts.complete_config`). Raises ValueError if the files beside the weights say that they
+    were trained with another activation."""
     model_cfg = config["model_cfg"]
     if file is None or "text_cfg" not in model_cfg or "vision_cfg" not in model_cfg:
         return config
@@ -181,8 +183,11 @@ _SIZES = {"base": "B", "large": "L", "huge": "H", "so400m": "SO400M", "giant-opt
 
 
 def _twin(name: str) -> str | None:
-    """open_clip's name of the model that transformers (``openai/clip-vit-base-patch32``), a
-    repository of the hub, or letters of another case call ``name``; None where there is none."""
+    """Returns open_clip's name of a model that others call ``name``; None if there is none.
+
+    ``name`` may be a name of transformers (``openai/clip-vit-base-patch32`` gives
+    ``ViT-B-32-quickgelu@openai``), a repository on the hub, or a name in upper or lower case.
+    """
     models: dict[str, str] = {model.lower(): model for model in open_clip.list_models()}
     if same := models.get(name.replace("/", "-").lower()):
         return same
@@ -202,7 +207,8 @@ def _twin(name: str) -> str | None:
     return None
 
 
-def _refuse_pretrained(name: str, pretrained: str | None) -> None:
+def refuse_pretrained(name: str, pretrained: str | None) -> None:
+    """Raises ValueError if ``pretrained`` names weights for a model that brings its own."""
     if pretrained:
         raise ValueError(
             f"pretrained is {pretrained!r}, but {name!r} brings its own weights: leave it out"
@@ -210,8 +216,8 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
 
 
 def check_tag(name: str, tag: str) -> None:
-    """Raises ValueError unless ``tag`` is a file or one of open_clip's tags of weights of ``name``,
-    and for weights that were trained with another activation."""
+    """Raises ValueError unless ``tag`` is a file, or a tag of open_clip's weights for the model
+    ``name`` that were trained with the model's activation."""
     label = name.replace("/", "-")
     if cfg := open_clip.get_pretrained_cfg(label, tag):
         model_cfg, quick = open_clip.get_model_config(label), bool(cfg.get("quick_gelu"))
@@ -232,27 +238,31 @@ def _weights_file(pretrained: str | None, name: str) -> Path | None:
 
 
 def tags(name: str) -> str:
-    """The first eight of open_clip's tags of weights for an architecture with commas between them,
-    and how many more there are; ``none`` where there are none."""
+    """Lists open_clip's tags of weights for an architecture, for messages.
+
+    For example ``openai, laion400m_e31 and 9 more``: at most eight are named. ``none`` if there are
+    none.
+    """
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     more = [f"and {len(tags) - 8} more"] if len(tags) > 8 else []
     return ", ".join([*tags[:8], *more]) or "none"
 
 
 def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
-    """Returns True for the name of an architecture alone: open_clip's, or a model config."""
+    """Returns True if a name stands for an architecture without weights: a name of open_clip's
+    without a tag, or a model config."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return True
     return not os.path.isdir(name) and str(name).replace("/", "-") in open_clip.list_models()
 
 
 class _CheckedTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
-    """A tokenizer whose files lie beside a model, and whose tokens are checked (`tokens_of`)."""
+    """A tokenizer from the files beside a model; its tokens are checked by `tokens_of`."""
 
     def __init__(self, directory: Path, vocabulary: int, kind: str, **options: Any) -> None:
         self._vocabulary, self._where = vocabulary, f"in {directory}"
         library = config_check.library()
-        if kind == config_check.FAST:  # open_clip asks for AutoTokenizer, which takes the slow one
+        if kind == config_check.FAST:  # open_clip's AutoTokenizer would load the slow one
             self.tokenizer_mode, self.strip_sep_token = "", False
             self.context_length = options["context_length"]
             self.clean_fn = get_clean_fn(options.get("clean", "whitespace"))
@@ -271,19 +281,18 @@ class _CheckedTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no 
 
 
 def vocabulary(clip: Any) -> int:
-    """The number of tokens that the text tower knows; towers of transformers have their own
-    table."""
+    """Returns the number of token ids that the text tower of a CLIP module has embeddings for."""
     text = getattr(clip, "text", clip)
     table = getattr(text, "token_embedding", None) or text.transformer.get_input_embeddings()
     return int(table.num_embeddings)
 
 
 def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary: int) -> Any:
-    """The tokenizer that open_clip makes of a config, never with code that comes with it.
+    """Makes the tokenizer that a `text_cfg` describes, never with code that comes with it.
 
-    As in open_clip, a Hugging Face tokenizer is read from the files in the model directory, or else
-    by its name from the hub. From the hub it is fetched when a text is tokenised. This also holds
-    for a directory without these files, which was written where the tokenizer could not be fetched.
+    As in open_clip, a Hugging Face tokenizer is read from the files in the model's `directory`, or,
+    if these are missing, from the hub by its name; from the hub it is fetched when the first text
+    is tokenised. `vocabulary` is the number of ids that the text tower knows.
     """
     length = text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
@@ -309,7 +318,8 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
 
 @functools.lru_cache(maxsize=4)
 def _simple_tokenizer(context_length: int) -> Any:
-    """CLIP's own tokenizer, whose table takes longer to read than a small model to make."""
+    """Returns CLIP's own tokenizer; cached, since reading its table takes longer than building a
+    small model."""
     return SimpleTokenizer(context_length=context_length)
 
 
@@ -323,18 +333,18 @@ def _make_tokenizer(make: Callable[[], Any]) -> Any:
     try:
         with quiet():
             return make()
-    except Exception as error:  # of any kind: the config or the files are the cause
+    except Exception as error:  # the libraries raise any kind for a wrong config or wrong files
         raise ValueError(f"open_clip cannot make the tokenizer ({one_line(error)})") from error
 
 
 def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
-    """open_clip's module of a configuration, with random weights drawn by `seed`.
+    """Builds open_clip's module of a configuration, with random weights drawn by `seed`.
 
-    `random_text=False` fetches the weights of a text tower of the hub, as open_clip does. Raises
-    ValueError where open_clip cannot build it.
+    `random_text=False` fetches the weights of a text tower that lies on the hub, as open_clip does.
+    Raises ValueError if open_clip cannot build the module.
     """
     with tempfile.TemporaryDirectory() as folder, quiet(), torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
+        # torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here.
         torch.default_generator.manual_seed(seed)
         weights.write_config(Path(folder), config)
         try:
@@ -344,14 +354,17 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
                 pretrained_text=not random_text,
                 nonscalar_logit_scale=True,
             )
-        except Exception as error:  # of any kind: the config is the cause
+        except Exception as error:  # open_clip raises any kind for a wrong config
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
     backbones.check_image_size(clip.visual)
     return clip
 
 
 def fill(clip: Any, file: Path) -> None:
-    """Loads a file of weights into a whole model; ValueError for code, damage, or another model."""
+    """Loads a file of weights into a whole model.
+
+    Raises ValueError for a file that holds code, is damaged, or belongs to another model.
+    """
     with _loading(file), quiet():
         if file.is_dir():
             transformers_folder.fill(clip, file)
@@ -367,8 +380,10 @@ def fill(clip: Any, file: Path) -> None:
 
 @contextmanager
 def _loading(file: Path) -> Iterator[None]:
-    """Turns every error inside the block into one line about the weights. torch raises many kinds
-    of errors for a file that is damaged, holds code, or belongs to another model."""
+    """Turns every error inside the block into a ValueError of one line about the weights ``file``.
+
+    torch raises many kinds of errors for a file that is damaged, holds code, or does not fit.
+    """
     if file.suffix == ".safetensors":
         weights.check_header(file)
     try:
@@ -379,7 +394,7 @@ def _loading(file: Path) -> Iterator[None]:
 
 
 def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
-    """The layout of the image tower, or the reason why it cannot be split or locked."""
+    """Returns the layout of an image tower of open_clip, or why it cannot be split or locked."""
     if isinstance(visual, VisionTransformer):
         return towers.layout_or_reason(visual, towers.vision_transformer_layout)
     if isinstance(visual, ModifiedResNet):
@@ -393,7 +408,10 @@ def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
 
 
 def transforms_of(visual: Any, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
-    """The train and the validation transform of a tower: open_clip's own, or others by `kind`."""
+    """Returns the transforms of training and of validation of one of open_clip's towers.
+
+    They are open_clip's own, unless `augmentation` has a `kind`, which names one of `transforms`.
+    """
     options = dict(augmentation or {})
     settings = PreprocessCfg(**visual.preprocess_cfg)
     plain = image_transform_v2(settings, is_train=False)
@@ -403,7 +421,7 @@ def transforms_of(visual: Any, augmentation: Mapping[str, Any] | None) -> transf
         return transforms.training(pixels, options), plain
     try:
         with warnings.catch_warnings():
-            # open_clip says so of the changes of colour, which it makes all the same.
+            # open_clip warns that changes of colour are unused, and makes them all the same.
             warnings.filterwarnings("ignore", r"Unused aug.*\(\[('(color_jit|gray_sc)\w*'(, )?)+\]")
             train = image_transform_v2(settings, is_train=True, aug_cfg=options)
     except TypeError as error:

@@ -2,28 +2,30 @@
 
 Models may come from strangers: as a directory, from the hub, as a JSON file. open_clip passes parts
 of their configuration to transformers and timm. transformers runs Python files beside a tokenizer
-if `trust_remote_code` is true, and asks at the terminal if the option is not set. So the following
-is refused before open_clip sees the configuration:
+if `trust_remote_code` is true, and asks at the terminal if the option is not set. So these are
+refused before open_clip sees the configuration:
 
-- `trust_remote_code`, and every other option of tokenizers that open_clip's own configurations do
-  not set;
-- tokenizers and text towers that none of open_clip's own configurations names, and folders of the
-  same name, which transformers would read instead of the hub;
+- `trust_remote_code`, and every other option of tokenizers that no configuration of open_clip's own
+  sets;
+- tokenizers and text towers that no configuration of open_clip's own names, and local folders of
+  the same name, which transformers would read instead of the hub;
 - image towers that timm does not list itself, such as `hf-hub:...`;
-- tokenizer files in a model directory that name code, or a class that is no fast tokenizer: fast
-  tokenizers consist of data alone;
-- fields that open_clip's dataclasses do not have, values of other types than theirs, and numbers
-  that are not finite, or not above 0 where they are sizes.
+- tokenizer files in a model directory that name code, or a class that is no fast tokenizer (fast
+  tokenizers consist of data alone);
+- fields that open_clip's dataclasses do not have, values of other types than theirs, numbers that
+  are not finite, and sizes that are not above 0.
 
-Every mistake is a ValueError of one line.
+Every mistake is a ValueError of one line. In all functions `where` says in messages whose
+configuration it is, for example "the model config" or a path.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,12 @@ from mclclip.util.options import brief, first_problem, nearest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FAST = "PreTrainedTokenizerFast"
-"""transformers' class of every tokenizer that is data alone (tokenizer.json)."""
-_SLOW_BESIDE_FAST = ("SiglipTokenizer",)  # published beside the file of a fast tokenizer
+"""The class of transformers that reads any tokenizer.json, which is data alone."""
+_SLOW_BESIDE_FAST = ("SiglipTokenizer",)  # slow, but published with a tokenizer.json beside it
 BACKBONE = "backbone"
 """The field of a `vision_cfg` that names a tower of `backbones`."""
 
-# Names whose numbers have to be above 0.
+# Fields whose numbers have to be above 0.
 _POSITIVE = (
     "embed_dim", "layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "image_size",
     "context_length", "vocab_size", "attn_pooler_queries", "attn_pooler_heads", "size", "std",
@@ -70,11 +72,11 @@ def check(
     kinds: tuple[type, type, type],
     where: str,
 ) -> None:
-    """Raises ValueError where a configuration could bring code, or is wrong.
+    """Raises ValueError if a configuration could bring code, or is wrong.
 
     `config` has a `model_cfg` and perhaps a `preprocess_cfg`. `published` are open_clip's own model
-    configs, `kinds` its dataclasses of the image tower, the text tower and the preprocessing.
-    `where` says whose configuration it is. The `vision_cfg` of a backbone is left to `backbones`.
+    configs, `kinds` its dataclasses of the image tower, the text tower and the preprocessing. The
+    `vision_cfg` of a backbone is checked by `backbones` instead.
     """
     model = _mapping(config["model_cfg"], f"model_cfg of {where}")
     vision = _mapping(model.get("vision_cfg"), f"vision_cfg of {where}")
@@ -115,16 +117,14 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _check_tokenizer_options(options: object, allowed: set[str], where: str) -> None:
+    """Raises ValueError for tokenizer options that no configuration of open_clip's own sets."""
     mapping = _mapping(options, f"text_cfg.tokenizer_kwargs of {where}")
-    if mapping.get("trust_remote_code"):
-        raise ValueError(
-            f"text_cfg.tokenizer_kwargs of {where} has trust_remote_code, which runs Python that "
-            "comes with the model: mclclip never does, take it out if the model works without"
-        )
     if strange := sorted(set(map(str, mapping)) - allowed):
+        is_code = "trust_remote_code" in strange
+        hint = "trust_remote_code, which runs Python that comes with the model" * is_code
         raise ValueError(
-            f"text_cfg.tokenizer_kwargs of {where} has {', '.join(strange)[:200]}, wanted only "
-            f"{', '.join(sorted(allowed))}: take the others out"
+            f"text_cfg.tokenizer_kwargs of {where} has {hint or ', '.join(strange)[:200]}, wanted "
+            f"only {', '.join(sorted(allowed))}: take the others out"
         )
 
 
@@ -132,33 +132,31 @@ def _check_tokenizer_options(options: object, allowed: set[str], where: str) -> 
 
 
 def _check_model(config: Mapping[str, Any], vision: type, text: type, where: str) -> None:
-    """Raises ValueError for a model config (`embed_dim`, `vision_cfg`, `text_cfg`) that open_clip
-    does not know or whose numbers cannot be.
+    """Raises ValueError if a model config has fields that open_clip does not know, values of other
+    types, or numbers that cannot be.
 
-    `vision` and `text` are open_clip's dataclasses of the two parts; the `vision_cfg` of a backbone
-    is left to `backbones`.
+    `vision` and `text` are open_clip's dataclasses of `vision_cfg` and `text_cfg`.
     """
+    _refuse_unknown_fields(config, {*_TOP, *_PARTS}, where)
     for name, value in config.items():
-        if name in _PARTS:
-            continue
-        if name not in _TOP:
-            what = brief(name)
-            raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
-        _check_type(_TOP[name], value, name, where)
-        check_numbers(value, name, where)
-    if "embed_dim" not in config:
-        raise ValueError(f"{where} has no embed_dim, the width of its features: export it again")
+        if name in _TOP:
+            _check_type(_TOP[name], value, name, where)
+            check_numbers(value, name, where)
     for name, kind in (("vision_cfg", vision), ("text_cfg", text)):
         if config.get(name):
             _check_part(config[name], kind, f"{name} of {where}")
 
 
-def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
-    names = [item.name for item in fields(kind)]
-    if strange := sorted(set(map(str, part)) - set(names)):
+def _refuse_unknown_fields(config: Mapping[str, Any], known: set[str], where: str) -> None:
+    if strange := sorted(set(map(str, config)) - known):
         what = brief(strange[0])
         raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
-    # Without a value open_clip takes its own, or has none (patch_size of ResNets).
+
+
+def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
+    """Raises ValueError for values that a dataclass `kind` of open_clip does not take."""
+    _refuse_unknown_fields(part, {item.name for item in fields(kind)}, where)
+    # For null open_clip takes its default, or the field does not apply (patch_size of ResNets).
     values = {name: value for name, value in part.items() if value is not None}
     _check_type(kind, values, "", where)
     for name, value in values.items():
@@ -172,12 +170,14 @@ def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
 
 
 def _check_preprocessing(config: object, kind: type, where: str) -> None:
-    """Raises ValueError for a `preprocess_cfg` that cannot be applied; `kind` is open_clip's
-    dataclass. Other fields than its own are ignored, as open_clip ignores them."""
+    """Raises ValueError for a `preprocess_cfg` that cannot be applied.
+
+    `kind` is open_clip's dataclass. Fields that it does not have are ignored, as in open_clip.
+    """
     what = f"preprocess_cfg of {where}"
     names = [item.name for item in fields(kind)]
     values = {n: value for n, value in _mapping(config, what).items() if n in names}
-    for name, modes in _MODES.items():  # before open_clip's own assertion, which says nothing
+    for name, modes in _MODES.items():  # open_clip's own assertion would have no message
         if (mode := values.get(name)) is not None and mode not in modes:
             raise ValueError(f"{name} in {what} is {brief(mode)}, wanted one of {modes}")
     _check_part(values, kind, what)
@@ -187,7 +187,8 @@ def _check_preprocessing(config: object, kind: type, where: str) -> None:
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError for options of a library's model that load files, or are not finite."""
+    """Raises ValueError for options of a library's model that load files, and numbers that are not
+    finite."""
     for name, value in options.items():
         if name in _LOADED:
             raise ValueError(f"{where} has {name}, which loads a file: take it out")
@@ -198,8 +199,8 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def check_numbers(value: object, name: str, where: str) -> None:
-    """Raises ValueError for numbers in `value` that are not finite, and for sizes that are not
-    above 0."""
+    """Raises ValueError for numbers in `value` that are not finite, and, if the field `name` is a
+    size, for numbers that are not above 0."""
     for item in _items(value):
         if isinstance(item, bool) or not isinstance(item, int | float):
             continue
@@ -210,24 +211,19 @@ def check_numbers(value: object, name: str, where: str) -> None:
 
 
 def _items(value: object) -> list[Any]:
-    """The numbers in a number, a list or a mapping; deeper values are refused by their type."""
+    """Returns the items of a list or a mapping, or the value itself; no type goes deeper."""
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _check_type(kind: Any, value: object, name: str, where: str) -> None:
-    if isinstance(value, str | bool) and kind in (int, float):
-        raise ValueError(f"{name} of {where} is {brief(value)}, wanted a number")
-    if isinstance(value, Mapping) and is_dataclass(kind):
-        types = {item.name: str(item.type) for item in fields(kind)}
-        for inner, entry in value.items():
-            # pydantic would take true for 1, and a number in text for the number.
-            numeric = any(number in types[inner] for number in ("int", "float"))
-            if numeric and isinstance(entry, str | bool):
-                raise ValueError(f"{inner} in {where} is {brief(entry)}, wanted a number")
+    """Raises ValueError if pydantic cannot read `value`, as it stands in JSON, as the type `kind`.
+
+    It is strict: true is no number, and neither is a text of digits.
+    """
     try:
-        TypeAdapter(kind).validate_python(value)
+        TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         option, problem = first_problem(error)
         raise ValueError(f"{option or name} in {where}: {problem[:200]}") from None
@@ -237,7 +233,8 @@ def _check_type(kind: Any, value: object, name: str, where: str) -> None:
 
 
 def check_hub_name(name: str) -> None:
-    """Raises ValueError where transformers would read a folder instead of the hub's `name`."""
+    """Raises ValueError if a local folder has the `name` of a tokenizer on the hub, since
+    transformers would read the folder."""
     if Path(name).exists():
         raise ValueError(
             f"{name!r} is meant to come from the hub, but {Path(name).resolve()} would be read "
@@ -246,11 +243,11 @@ def check_hub_name(name: str) -> None:
 
 
 def tokenizer_class(directory: Path) -> str:
-    """transformers' class that reads the tokenizer in a model directory: the one that its files
-    name, or `FAST` where they name a slow one beside the file of a fast one.
+    """Returns the class of transformers that reads the tokenizer in a model directory.
 
-    Raises ValueError where the tokenizer is more than data, and FileNotFoundError where there is
-    none.
+    It is "AutoTokenizer" if the files name a fast tokenizer, and `FAST` if they name a slow one
+    that has a tokenizer.json too. Raises ValueError if the tokenizer is more than data, and
+    FileNotFoundError if there is none.
     """
     path = Path(directory) / TOKENIZER_CONFIG
     if not path.is_file():
@@ -279,5 +276,5 @@ def tokenizer_class(directory: Path) -> str:
 
 
 def library() -> Any:
-    """The transformers module. Raises ValueError where it is not installed."""
+    """Returns the module transformers. Raises ValueError if it is not installed."""
     return files.needed("transformers", "the model's tokenizer", "pip install transformers")

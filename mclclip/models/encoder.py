@@ -1,9 +1,9 @@
-"""Encoders: everything that is evaluated, and how several stages are joined into one.
+"""The `Encoder`, as which every model is evaluated, and the joining of several stages into one.
 
-MCL joins its stages by concatenation. Frozen blocks are equal in all stages, so they are stored and
-run once. On disk:
+MCL joins its stages by concatenating their features. Blocks that were frozen are equal in all
+stages, so they are stored and run once. A joined encoder ("concat") on disk:
 
-    concat_raw/  open_clip_config.json    the base model's
+    concat_raw/  open_clip_config.json    that of one stage
                  concat_model.safetensors `shared.NAME` (equal in all stages) and `stage_S.NAME`
                  concat.json              variant, stages, num_trunk_blocks, digests of the sources
 
@@ -31,27 +31,27 @@ from mclclip.util.options import brief, with_prefix
 from mclclip.util.shipped import RECIPES
 
 RANDOM = "random"
-"""Stands for random weights in the place of open_clip's tag."""
+"""In NAME@random, where a tag of weights would stand: random weights."""
 _MOST_STAGES = 64
 
 
 class Encoder(nn.Module):
-    """One model, or the stages of a run joined; dot products of features are the similarities.
+    """One model, or the stages of a run joined. Dot products of its features are similarities.
 
         encoder = mclclip.load_model("ViT-B-32-quickgelu@openai")
         cosines = encoder.encode_image(["a.jpg", "b.jpg"]) @ encoder.encode_text(["a dog"]).T
 
-    `encode_image` and `encode_text` take pictures (`inputs.Picture`) and texts, and give numpy.
-    They also take what is already transformed (`preprocess_val`, `tokenizer`), on any device, and
-    then give tensors on the encoder's device. Features are unit rows in fp32 without a graph.
-    Without a text tower, texts raise ValueError. The models are frozen and put into eval mode.
+    `encode_image` and `encode_text` take pictures (`inputs.Picture`) and texts, and return numpy
+    arrays. Given tensors that `preprocess_val` or `tokenizer` made, on any device, they return
+    tensors on the encoder's device. Features are rows of unit length in fp32, without a graph.
+    Texts raise ValueError if the model has no text tower. The models are frozen, in eval mode.
 
-    With a `variant` the stages are joined. With c_s the cosine and z_s the raw image feature of
-    stage s, the similarity of `raw` is sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), and
-    that of `stage_norm` is the mean of the c_s. This holds with a shared text tower and with text
-    towers of the stages' own. Images run through the first `num_trunk_blocks` blocks once, in the
-    first stage's model, which must equal the others there; with 0 blocks every stage runs
-    completely. The logit scale is the first stage's.
+    With a `variant` the stages are joined. Let c_s be the cosine and z_s the raw image feature of
+    stage s: the similarity of `raw` is sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), and that of
+    `stage_norm` is the mean of the c_s, whether the stages share a text tower or not. Images run
+    through the first `num_trunk_blocks` blocks once, in the first stage's model; these blocks must
+    be equal in all stages. With 0 blocks every stage runs completely. The logit scale is that of
+    the first stage.
     """
 
     stages: Any
@@ -65,8 +65,9 @@ class Encoder(nn.Module):
         shared_text: bool = True,
     ) -> None:
         super().__init__()
-        if variant is not None:
-            _check_variant(variant)
+        if variant not in (None, *get_args(Variant)):
+            allowed = ", ".join(get_args(Variant))
+            raise ValueError(f"variant is {brief(variant)}: give one of {allowed}")
         self.stages = nn.ModuleList(stages).requires_grad_(False)
         self.variant = variant
         self.num_trunk_blocks = num_trunk_blocks
@@ -78,7 +79,7 @@ class Encoder(nn.Module):
         self.eval()
 
     def __repr__(self) -> str:
-        """Says what the encoder is, in a line or two; `stages` has the models themselves."""
+        """Describes the encoder in two lines: towers, parameters, device, width of features."""
         size = sum(parameter.numel() for parameter in self.parameters()) / 1e6
         towers = "image and text towers" if self.stages[0].reads_texts else "image tower alone"
         if self.variant is not None:
@@ -91,12 +92,12 @@ class Encoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the models."""
+        """The device on which the models lie."""
         return next(self.parameters()).device
 
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
-        """[B, 3, H, W] -> the raw features [B, D] of every stage; the trunk runs once."""
+        """[B, 3, H, W] -> features [B, D] of each stage, not of unit length. Trunks run once."""
         images, number = images.to(self.device), self.num_trunk_blocks
         if not number:
             return [model.encode_image(images) for model in self.stages]
@@ -105,7 +106,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
-        """[B, context] int64 -> the raw text features [B, D] of every stage."""
+        """[B, context] int64 -> every stage's text features [B, D], not of unit length."""
         tokens = tokens.to(self.device)
         if self.shared_text:
             return [self.stages[0].encode_text(tokens)] * len(self.stages)
@@ -121,11 +122,12 @@ class Encoder(nn.Module):
     def encode_image(
         self, images: Tensor | Picture | Sequence[Picture | Tensor], batch_size: int = 64
     ) -> Tensor | NDArray[np.float32]:
-        """[B, 3, H, W] -> unit [B, E]; n pictures, `batch_size` at a time -> unit [n, E] of numpy.
+        """Encodes pictures, `batch_size` at a time: n pictures -> numpy [n, E] of unit length.
 
         Pictures are paths, PIL images, arrays uint8 [H, W, 3] (or one [N, H, W, 3]), bytes or open
-        files of encoded pictures, and tensors [3, H, W] that `preprocess_val` made. Raises
-        FileNotFoundError for a path that is missing, and ValueError for what is no picture.
+        files of encoded pictures, and tensors [3, H, W] that `preprocess_val` made. One tensor
+        [B, 3, H, W] gives a tensor [B, E]. Raises FileNotFoundError for a path that is missing, and
+        ValueError for what is no picture.
         """
         if not isinstance(images, Tensor):
             parts = []
@@ -148,13 +150,13 @@ class Encoder(nn.Module):
     def encode_text(
         self, tokens: Tensor | str | Sequence[str], batch_size: int = 256
     ) -> Tensor | NDArray[np.float32]:
-        """[B, context] int64 -> unit [B, E]: each stage's text, or the shared one tiled.
+        """Encodes texts, `batch_size` at a time: n texts -> numpy [n, E] of unit length.
 
-        n texts, `batch_size` at a time, give unit [n, E] of numpy.
+        Joined stages have their text features side by side; if they share a text tower, its feature
+        stands there once for each stage. A tensor of tokens [B, context] int64 gives a tensor
+        [B, E]. Raises ValueError if the model has no text tower.
         """
         if not isinstance(tokens, Tensor):
-            if self.tokenizer is None:
-                raise ValueError("the encoder has no text tower: it encodes images alone")
             several = _parts(texts_of(tokens), batch_size)
             parts = [self.encode_text(self.tokenizer(texts)) for texts in several]
             return self._joined(parts)
@@ -170,26 +172,28 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def encode_pooled(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, width], features before the projection.
+        """[B, 3, H, W] -> [B, width] of unit length: the features before the projection.
 
-        Raises ValueError for joined stages, and where the attention pool is the projection, as in
-        open_clip's ResNets.
+        Raises ValueError for joined stages, and for towers whose attention pool is the projection,
+        such as open_clip's ResNets.
         """
         if self.variant is not None:
             raise ValueError("a joined encoder has no pooled features: use feature=projected")
         return unit(self.stages[0].encode_pooled(images.to(self.device)))
 
     def query_text(self, tokens: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
-        """[B, context] int64 -> queries [B, S*D] of an index [z_s] / sqrt(S) (`--to clip_retrieval`
-        writes one), whose inner products weigh the stages; see `join_query_features`.
+        """[B, context] int64 -> queries [B, S*D] for an index of all stages' embeddings, which
+        `--to clip_retrieval` writes: its rows are the z_s side by side, divided by sqrt(S).
 
-        Without `stage_weights` the weights are equal. Raises ValueError for weights that are wrong,
-        and without any for `raw`, which weighs stages by lengths of images.
+        The inner product of query and row is the sum of the stages' cosines, each times its weight
+        in `stage_weights`; see `join_query_features`. Default: equal weights. Raises ValueError for
+        wrong weights, and for the variant `raw` without weights, since it weighs stages by the
+        lengths of image features.
         """
         return join_query_features(self.stage_text_features(tokens), self._query(stage_weights))
 
     def query_image(self, images: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
-        """[B, 3, H, W] -> queries [B, S*D], as `query_text`: a search by an image."""
+        """[B, 3, H, W] -> queries [B, S*D] for a search by images; else like `query_text`."""
         return join_query_features(self.stage_features(images), self._query(stage_weights))
 
     def _query(self, stage_weights: Sequence[float] | None) -> Sequence[float]:
@@ -211,7 +215,7 @@ def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
-    """S raw features [B, D] -> unit [B, S*D].
+    """Joins the image features of S stages, [B, D] each -> [B, S*D] of unit length.
 
     `raw` keeps the lengths of the stages' features, so a stage with longer features weighs more.
     `stage_norm` scales every stage's features to unit length first, so the similarity is the mean
@@ -229,40 +233,34 @@ def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
 
 
 def join_text_features(features: Sequence[Tensor]) -> Tensor:
-    """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D].
+    """Joins the text features of S stages, [B, D] each -> [B, S*D] of unit length.
 
-    Every stage's text feature is scaled to unit length first, with `raw` images too. So only the
-    lengths of image features weigh the stages; with raw text features the weight of stage s would
-    be |z_s| |t_s|. With a shared text tower this makes no difference, since all stages have the
-    same text feature.
+    For a shared text tower they are the same feature S times. Every stage's feature is scaled to
+    unit length first, for `raw` too: only the lengths of image features then weigh the stages. With
+    raw text features the weight of stage s would be |z_s| |t_s|.
     """
     return unit(torch.cat([unit(f) for f in features], dim=-1))
 
 
 def join_query_features(features: Sequence[Tensor], stage_weights: Sequence[float]) -> Tensor:
-    """S features [B, D] of texts, or of images -> [B, S*D]: queries [w_s f_s] sqrt(S).
+    """Makes queries sqrt(S) [w_1 f_1, ..., w_S f_S], [B, S*D], of S features [B, D] of texts or
+    images and the weights w_s.
 
-    They are for an index whose rows are [z_s] / sqrt(S), which is what `join_image_features` makes
-    for `stage_norm`. The inner product of a query and a row is sum_s w_s c_s, the cosines of the
-    stages with these weights: one index serves all weights. A query has the length
-    sqrt(S sum_s w_s^2), which is 1 for equal weights only, so a search by cosine finds the same
-    rows in the same order, and similarities that are divided by this number. Raises ValueError
-    for weights that are negative or do not sum to 1.
+    An index that serves them has rows [z_1, ..., z_S] / sqrt(S), which `join_image_features` makes
+    for `stage_norm`. The inner product of query and row is sum_s w_s c_s, with c_s the cosine of
+    stage s, so one index serves all weights. A query's length is sqrt(S sum_s w_s^2), which is 1
+    for equal weights only; a search by cosine finds the same rows in the same order, with
+    similarities divided by this length. Raises ValueError for weights that are negative or do not
+    sum to 1.
     """
-    if len(stage_weights) != len(features) or not all(map(math.isfinite, stage_weights)):
-        raise ValueError(f"stage_weights is {brief(stage_weights)}: wanted {len(features)} numbers")
-    if min(stage_weights) < 0 or abs(sum(stage_weights) - 1) > 1e-6:
+    fits = len(stage_weights) == len(features) and all(0 <= w <= 1 for w in stage_weights)
+    if not fits or abs(sum(stage_weights) - 1) > 1e-6:
         raise ValueError(
-            f"stage_weights is {brief(stage_weights)}: wanted none below 0, and a sum of 1"
+            f"stage_weights is {brief(stage_weights)}: wanted {len(features)} numbers, none below "
+            "0, and a sum of 1"
         )
     parts = [w * unit(f) for w, f in zip(stage_weights, features, strict=True)]
     return math.sqrt(len(features)) * torch.cat(parts, dim=-1)
-
-
-def _check_variant(variant: object) -> None:
-    """Raises ValueError unless it is a variant."""
-    if variant not in get_args(Variant):
-        raise ValueError(f"variant is {brief(variant)}: give one of {', '.join(get_args(Variant))}")
 
 
 # --- on disk ---------------------------------------------------------------------------------
@@ -274,20 +272,16 @@ def save_concat(
     directory: Path,
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Joins exported stages (open_clip directories, base first) and returns what concat.json holds.
+    """Joins exported stages (open_clip directories, stage 0 first) in `directory`.
 
-    Tensors that are bit for bit equal in all stages are stored once; the longest run of such blocks
-    from the input on is the trunk. `names` are the stages' names in concat.json (default: those of
-    the directories). Raises ValueError where the stages are not of one architecture.
+    Tensors that are equal in all stages, bit for bit, are stored once; the first blocks that hold
+    only such tensors are the trunk. `names` are the stages' names in concat.json (default: those of
+    the directories). Returns what concat.json holds. Raises ValueError if the stages have several
+    architectures.
     """
-    _check_variant(variant)
-    if not stages:
-        raise ValueError("there is no stage to join: give at least one exported model")
     config = common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
     tensors = [weights.read_tensors(file) for file in paths]
-    if any(stage.keys() != tensors[0].keys() for stage in tensors):
-        raise ValueError("the stages hold different tensors: join stages of one architecture only")
     shared = {n for n in tensors[0] if weights.same_bits(*(stage[n] for stage in tensors))}
     layout = load_towers(stages[0], load_weights=False).layout
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
@@ -323,17 +317,15 @@ def save_concat(
 
 
 def load_concat(directory: Path) -> Encoder:
-    """Loads what `save_concat` wrote; equal tensors of the stages share their memory.
+    """Loads what `save_concat` wrote; tensors that the stages share are in memory once.
 
-    Raises ValueError where concat.json and the weights are not of one concat.
+    Raises ValueError if concat.json and the weights do not belong together.
     """
     weights.check_recorded(directory)
     path = Path(directory) / weights.CONCAT
     record = files.read_model_json(path)
-    if not isinstance(record, dict):
-        raise ValueError(f"{directory} has a {weights.CONCAT} without fields: export it again")
     tensors = weights.read_tensors(Path(directory) / weights.CONCAT_WEIGHTS)
-    listed = record.get("stages")
+    listed = record.get("stages") if isinstance(record, dict) else None
     number = len(listed) if isinstance(listed, list) else 0
     held = {name.partition(".")[0] for name in tensors} - {"shared"}
     if not 1 <= number <= _MOST_STAGES or not held <= {f"stage_{n}" for n in range(number)}:
@@ -341,20 +333,22 @@ def load_concat(directory: Path) -> Encoder:
             f"{path} names {number:,} stages (at most {_MOST_STAGES} are read), its weights hold "
             f"{sorted(held)[:5]}: export it again"
         )
-    _check_variant(record.get("variant"))
-    stages = _filled_stages(directory, tensors, number, record)
+    stages = _fill_stages(directory, tensors, number, record)
     return Encoder(
         stages,
-        record["variant"],
+        record.get("variant"),
         num_trunk_blocks=record["num_trunk_blocks"],
         shared_text=record["shared_text"],
     )
 
 
-def _filled_stages(
+def _fill_stages(
     directory: Path, tensors: Mapping[str, Tensor], number: int, record: Mapping[str, Any]
 ) -> list[Model]:
-    """The models of so many stages; ValueError where the record describes other weights."""
+    """Builds the models of `number` stages and fills them with a concat's `tensors`.
+
+    Raises ValueError if `record`, the content of concat.json, describes other weights.
+    """
     shared = with_prefix(tensors, "shared.")
     unshared = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
     images = {name.removeprefix("visual.") for name in unshared if name.startswith("visual.")}
@@ -370,7 +364,7 @@ def _filled_stages(
     parameters = dict(first.exported.named_parameters())
     reused = [parameters[name] for name in shared if name in parameters]
     reused += [first.tokenizer, first.preprocess_train, first.preprocess_val]
-    # Copies that keep these very objects instead of copying them.
+    # The memo of deepcopy makes the copies share these objects.
     others = [copy.deepcopy(first, {id(item): item for item in reused}) for _ in range(number - 1)]
     for n, stage in enumerate((first, *others)):
         weights.fill(
@@ -387,18 +381,22 @@ def load_model(
 ) -> Encoder:
     """Loads any encoder: an exported stage, a soup, a concat, or a public model.
 
-    `name` is a directory (`PATH` or `local-dir:PATH`; an image encoder's too), an open_clip name
-    or a JSON model config with its `pretrained` tag or file (or `NAME@PRETRAINED`), where `random`
-    stands for random weights, `hf-hub:ORG/NAME`, or a CLIP or SigLIP model of transformers
-    (`hf:FOLDER`, `hf:ORG/NAME`). Raises FileNotFoundError where the directory is missing or is no
-    model, and ValueError where name, configuration or weights do not fit, or are not named.
+    `name` is one of these:
+
+    - a directory, `PATH` or `local-dir:PATH`, also that of an image encoder
+    - an open_clip name or a JSON model config, with `pretrained` a tag of weights, a file or
+      `random`; or both as `NAME@PRETRAINED`
+    - `hf-hub:ORG/NAME`, a model of open_clip on the hub
+    - `hf:FOLDER` or `hf:ORG/NAME`, a CLIP or SigLIP model of transformers
+
+    Raises FileNotFoundError if the directory is missing or holds no model, and ValueError if name,
+    configuration and weights do not fit each other or no weights are named.
     """
     if pretrained is None:
         name, pretrained = split_name(name)
     path = Path(str(name).removeprefix("local-dir:"))
     if (path / weights.CONCAT).is_file():
-        if pretrained:
-            raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
+        clip.refuse_pretrained(str(name), pretrained)
         return load_concat(path).to(device)
     if pretrained is None:
         refuse_without_weights(name)
@@ -407,9 +405,11 @@ def load_model(
 
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:
-    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it. Nothing behind
-    the @, as of a variable that is not set, is no tag. A name of a model config that is shipped
-    beside the recipes, such as ``tiny_clip``, becomes its path."""
+    """Splits ``NAME@PRETRAINED`` into name and tag; the tag is None if nothing follows the @.
+
+    An existing path is a name, even with an @ in it. The name of a model config that is shipped
+    beside the recipes, such as ``tiny_clip``, becomes its path.
+    """
     path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
     name, tag = where, None
     if "@" in path and not Path(path).exists():

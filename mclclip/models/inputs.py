@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,11 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, upright_rgb
+from mclclip.data.picture_transform import as_transform
 from mclclip.util.options import brief, protocol_of
 
 Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
-"""A picture: its path, Pillow's image, an array uint8 [H, W, 3], or the bytes or the open file of
-an encoded picture. A list may also hold tensors [C, H, W] that `preprocess_val` made."""
+"""A picture: a path, a Pillow image, an array uint8 [H, W, 3], or an encoded picture as bytes or as
+an open file. Lists of pictures may also hold tensors [C, H, W] that `preprocess_val` made."""
 
 _WANTED = (
     "wanted paths, PIL images, arrays uint8 [H, W, 3], bytes or files of pictures, or tensors "
@@ -26,30 +27,26 @@ _WANTED = (
 
 
 def pictures_of(images: Any) -> list[Picture | Tensor]:
-    """The pictures of a call: a `Picture` alone, or several; an array [N, H, W, 3] is N of them."""
+    """Returns what was passed to `encode_image` as a list: one `Picture`, or several. An array
+    [N, H, W, 3] is N pictures."""
     is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
     is_alone |= hasattr(images, "read") or (isinstance(images, np.ndarray) and images.ndim < 4)
-    try:
-        return [images] if is_alone else [*images]
-    except TypeError:
-        raise ValueError(f"a picture is {_kind(images)}: {_WANTED}") from None
+    is_alone |= not isinstance(images, Iterable)
+    return [images] if is_alone else [*images]
 
 
 def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tensor]) -> Tensor:
-    """The picture as [C, H, W], as evaluation sees it.
+    """Decodes and transforms a picture as evaluation does -> [C, H, W]; tensors stay as they are.
 
     Raises FileNotFoundError for a path that leads nowhere, and ValueError for what is no picture.
     """
-    if isinstance(picture, Tensor):
-        if picture.ndim != 3 or not picture.is_floating_point():
-            raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
+    if isinstance(picture, Tensor) and picture.ndim == 3 and picture.is_floating_point():
         return picture
-    if isinstance(picture, np.ndarray):
-        reads_arrays = bool(getattr(transform, "reads_arrays", False))
-        right = picture.ndim == 3 and (reads_arrays or picture.shape[2] == 3)
-        if picture.dtype != np.uint8 or not right:
-            raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
-        return transform(picture if reads_arrays else Image.fromarray(picture))
+    if isinstance(picture, np.ndarray) and picture.dtype == np.uint8 and picture.ndim == 3:
+        if as_transform(transform).reads_arrays:
+            return transform(picture)
+        if picture.shape[2] == 3:
+            return transform(Image.fromarray(picture))
     name = "a PIL image"
     try:
         if isinstance(picture, Image.Image):
@@ -61,7 +58,7 @@ def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tens
 
 
 def _bytes_of(picture: Any) -> tuple[bytes, str]:
-    """The bytes of an encoded picture, and what a message calls it."""
+    """Returns the bytes of an encoded picture, and what messages call it, for example its path."""
     if isinstance(picture, str | Path):
         if protocol_of(picture) is not None:
             raise ValueError(f"{brief(str(picture))} is a url: read it, and give its bytes")
@@ -77,7 +74,7 @@ def _bytes_of(picture: Any) -> tuple[bytes, str]:
 
 
 def _kind(value: Any) -> str:
-    """The type of a value, with the shape and the kind of its numbers where it has them."""
+    """Describes a value for messages: its type, and the dtype and shape of an array or tensor."""
     if isinstance(value, np.ndarray | Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"{type(value).__name__} {kind} {[*value.shape]}"
@@ -85,11 +82,12 @@ def _kind(value: Any) -> str:
 
 
 def texts_of(texts: object) -> list[str]:
-    """The texts of a call: one alone, or several. Raises ValueError for what is no text."""
-    try:
-        several = [texts] if isinstance(texts, str) else [*texts]  # type: ignore[misc]
-    except TypeError:
-        several = [texts]
+    """Returns what was passed to `encode_text` as a list: one text, or several.
+
+    Raises ValueError for what is no text.
+    """
+    is_alone = isinstance(texts, str) or not isinstance(texts, Iterable)
+    several = [texts] if is_alone else [*texts]  # type: ignore[misc]
     for number, text in enumerate(several):
         if not isinstance(text, str):
             shown = "" if text is None else f" ({brief(text)})"

@@ -1,4 +1,5 @@
-"""Loads models for training, of every kind, and compares the configurations of several."""
+"""Loads models of every kind, prepares them for training, and compares the configurations of
+several."""
 
 from __future__ import annotations
 
@@ -44,24 +45,25 @@ def load_towers(
     Args:
         name: an open_clip name, a directory (`local-dir:PATH` or `PATH`), `hf-hub:ORG/NAME`, a CLIP
             or SigLIP of transformers (`hf:FOLDER`, `hf:ORG/NAME`), or a model config: a JSON file
-            or a mapping with `embed_dim`, `vision_cfg` (of open_clip's fields, or
-            `backbones.Backbone`'s) and `text_cfg` (without it: an image tower alone).
-        pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
-            which bring their own. Without weights they are drawn by `seed`.
+            or a mapping with `embed_dim`, `vision_cfg` (open_clip's fields, or those of
+            `backbones.Backbone`) and `text_cfg` (without it the model is an image tower alone).
+        pretrained: open_clip's tag of the weights, or a file of weights; None draws the weights by
+            `seed`. Directories and hub models bring their own weights and take no `pretrained`.
         image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
             for a model that brings none; everything else is drawn by `seed`.
-        text: False takes the image tower alone. Nothing is fetched for a text tower then.
+        text: False loads the image tower alone. Nothing is fetched for a text tower then.
         projector: widths of linear layers on top of an image tower alone, drawn by `seed`.
-        load_weights: False leaves a directory's model random, for a caller that fills it.
+        load_weights: False leaves a directory's model with random weights, for a caller that fills
+            it.
         augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`, or
             a `kind` of `transforms` with its options.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
 
-    Raises ValueError for an unknown name or config, one that could bring code (`config_check`),
-    weights that do not fit, another activation than the weights were trained with, a projector on a
-    model with a text tower, and a text tower that cannot be stretched; FileNotFoundError where a
-    directory, its config, weights or tokenizer are missing, or neither cached nor reachable.
-    The global generators are neither used nor changed.
+    Raises ValueError for an unknown name or config, a config that could bring code
+    (`config_check`), weights that do not fit or were trained with another activation, a projector
+    on a model with a text tower, and a text tower that cannot be stretched. Raises
+    FileNotFoundError if a directory, its config, weights or tokenizer are missing, or what lies on
+    the hub is neither cached nor reachable. Torch's global generators are neither used nor changed.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
@@ -77,25 +79,24 @@ def load_towers(
         if long_context:
             towers.stretch(exported)
     else:
-        exported, model_cfg = _image_tower(config, file, seed, _where(name))
+        exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
     visual = exported.visual
     if image_weights is not None:
-        _fill_given_tower(visual, image_weights, _where(name) if file else None)
-    layout, transforms = _layout_and_transforms(visual, augmentation)
+        if file:
+            raise ValueError(f"image_weights: {_where(name)} brings its own weights, leave it out")
+        _fill_from_image_weights(visual, image_weights)
+    if isinstance(visual, backbones.BackboneTower):
+        layout, transforms = visual.layout(), visual.transforms(augmentation)
+    else:
+        layout, transforms = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
 
 
-def _layout_and_transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    if isinstance(visual, backbones.BackboneTower):
-        return visual.layout(), visual.transforms(augmentation)
-    return clip.layout_of(visual), clip.transforms_of(visual, augmentation)
-
-
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
-    """Raises ValueError for a model of two towers that cannot be trained."""
+    """Raises ValueError for a CoCa, and for a projector on a model with a text tower."""
     if "multimodal_cfg" in model_cfg:
         raise ValueError(f"{_where(name)} is a CoCa, which is not supported: use a CLIP model")
     if projector:
@@ -105,10 +106,13 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
         )
 
 
-def _image_tower(
+def _build_image_tower(
     config: Mapping[str, Any], file: Path | None, seed: int, where: str
 ) -> tuple[Any, dict[str, Any]]:
-    """A module whose `visual` is the image tower, and the model config of its export."""
+    """Builds an image tower alone and loads its weights from `file`, if there is one.
+
+    Returns a module whose `visual` is the tower, and the model config that its export records.
+    """
     model_cfg, module = config["model_cfg"], nn.Module()
     visual: Any
     if config_check.BACKBONE in model_cfg["vision_cfg"]:
@@ -140,8 +144,8 @@ def _image_tower(
 
 
 def _fill_image_tower(visual: nn.Module, file: Path) -> None:
-    """Loads an exported image encoder's weights; of a backbone also those of its library's own
-    model, such as DINO's of timm."""
+    """Loads the weights of an exported image encoder. For a backbone the file may also hold those
+    of its library's own model, such as DINO's of timm."""
     tensors = {n.removeprefix("visual."): t for n, t in weights.read_tensors(file).items()}
     is_backbone = isinstance(visual, backbones.BackboneTower)
     if is_backbone and not any(name.startswith("trunk.") for name in tensors):
@@ -153,11 +157,9 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     weights.refuse_not_finite(visual, str(file))
 
 
-def _fill_given_tower(visual: nn.Module, image_weights: str, brings: str | None) -> None:
-    """Loads ``image_weights``. Raises the errors of ``tensors_of_image_tower``, and ValueError for
-    weights that are not finite, and for a model that ``brings`` its own."""
-    if brings is not None:
-        raise ValueError(f"image_weights: {brings} brings its own weights, leave it out")
+def _fill_from_image_weights(visual: nn.Module, image_weights: str) -> None:
+    """Loads the file ``image_weights`` into an image tower. Raises the errors of
+    ``tensors_of_image_tower``, and ValueError for weights that are not finite."""
     file = weights.checked_image_weights(image_weights)
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
@@ -167,14 +169,14 @@ def _fill_given_tower(visual: nn.Module, image_weights: str, brings: str | None)
 
 
 def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
-    """Names of the image tower's tensors -> their names in a safetensors file of its weights.
+    """Maps the names of an image tower's tensors to their names in a safetensors file.
 
-    Either the file has open_clip's names (`visual.trunk.conv_stem.weight`), of which those of the
-    image tower are taken, or those of the tower's library (`conv_stem.weight`), of which the
-    classifier is left out. With the library's names, a projection that open_clip adds is not among
-    them and stays as it was drawn, and batch norms need not count their batches. Only the header
-    is read. Raises ValueError where the file is no safetensors file, lacks
-    a tensor, has another one, or one of another shape or kind.
+    The file has either open_clip's names (`visual.trunk.conv_stem.weight`; only the image tower's
+    are read) or those of the tower's library (`conv_stem.weight`; its classifier is left out). A
+    file with the library's names lacks the projection that open_clip adds, which then stays as it
+    was drawn, and may lack the batch counts of batch norms. Only the header is read. Raises
+    ValueError if the file is no safetensors file, or lacks a tensor, or has one that is not the
+    tower's or has another shape or kind.
     """
     state = visual.state_dict()
     trunk = getattr(visual, "trunk", None)
@@ -227,7 +229,7 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
 
 
 def has_texts(name: Name) -> bool:
-    """Returns True if the named model has a text tower; True if its configuration is not on this
+    """Returns True if the named model has a text tower, or if its configuration is not on this
     disk."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return "text_cfg" in weights.read_model_config(name)["model_cfg"]
@@ -235,9 +237,11 @@ def has_texts(name: Name) -> bool:
 
 
 def model_config(name: Name, pretrained: str | None = None) -> dict[str, Any]:
-    """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Of the
-    weights ``pretrained`` (a tag or a file) only the names are read, which may complete it. Raises
-    the errors of ``load_towers``."""
+    """Returns open_clip's ``model_cfg`` of a model; an image encoder's has no ``text_cfg``.
+
+    If ``pretrained`` names weights (a tag or a file), the names of their tensors may complete it;
+    their values are not read. Raises the errors of ``load_towers``.
+    """
     weights.refuse_joined(name)
     model_cfg: dict[str, Any] = clip.find(name, pretrained, load_weights=False)[0]["model_cfg"]
     if "text_cfg" in model_cfg:
@@ -246,8 +250,10 @@ def model_config(name: Name, pretrained: str | None = None) -> dict[str, Any]:
 
 
 def check_tokenizer(name: Name) -> None:
-    """Raises FileNotFoundError or ValueError where the tokenizer of a model that is to be trained
-    cannot be had; reads no weights. Ids are checked where the model is loaded."""
+    """Raises FileNotFoundError or ValueError if a model's tokenizer is missing or cannot be read.
+
+    No weights are read. Whether the text tower knows all ids is checked when the model is loaded.
+    """
     config, _, directory = clip.find(name, load_weights=False)
     text_cfg = config["model_cfg"].get("text_cfg") or {}
     if text_cfg.get("hf_tokenizer_name"):
@@ -255,8 +261,11 @@ def check_tokenizer(name: Name) -> None:
 
 
 def model_tokenizer(name: Name) -> Any:
-    """The tokenizer of a model, with its ``context_length``; reads no weights. Raises
-    FileNotFoundError or ValueError where it cannot be had, or the model reads no texts."""
+    """Returns the tokenizer of a model, which has a ``context_length``; reads no weights.
+
+    Raises FileNotFoundError or ValueError if it is missing or cannot be read, or the model has no
+    text tower.
+    """
     config, _, directory = clip.find(name, load_weights=False)
     if "text_cfg" not in config["model_cfg"]:
         raise ValueError(f"{_where(name)} has no text tower")
@@ -266,8 +275,8 @@ def model_tokenizer(name: Name) -> Any:
 
 
 def refuse_without_weights(name: str | Path) -> None:
-    """Raises ValueError, which lists the tags, for the name of an architecture alone; before that,
-    the errors of its configuration, and of that of a folder of transformers."""
+    """Raises ValueError, which lists the tags of weights, if a name is that of an architecture
+    alone. Errors of the configuration are raised first, also for a folder of transformers."""
     if str(name).startswith(transformers_folder.PREFIX):
         model_config(name)
     if clip.is_without_weights(name):
@@ -295,28 +304,32 @@ def prepare_model(
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
 ) -> None:
-    """Prepares a model for training, in place: locks, adapters, precision, recomputation, patches.
+    """Prepares a model for training, in place.
 
-    ``lock`` and ``lora`` are the arguments of Model.lock and add_lora; ``seed`` draws adapters.
+    lock                 arguments of `Model.lock`: which parts are trained
+    lora                 arguments of `add_lora` (None: no adapters), which are drawn by ``seed``
+    precision            "float64" converts the model; other precisions are autocast's
+    grad_checkpointing   blocks run again in the backward pass instead of keeping activations
+    patch_dropout        share of the patches that the image tower drops
     """
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
     model.drop_patches(patch_dropout)
     if precision == "float64" and next(model.parameters()).dtype != torch.float64:
-        model.double()  # tensors without values cannot be converted here, and come so (`plan`)
+        model.double()  # `plan` converts before, since its tensors without values cannot be here
     model.train()
     if grad_checkpointing:
         model.set_grad_checkpointing(True)
 
 
 def refuse_folded_norms(model: Model) -> None:
-    """Raises ValueError where batch norms are trained whose statistics were folded into weights.
+    """Raises ValueError if a batch norm is trained whose statistics were folded into weights.
 
-    Such a norm has mean 0, variance 1 and a bias other than 0 (a new norm has bias 0). It passes
-    its input on and adds the bias. Training would normalise by each batch instead, which the later
-    layers have never seen, so the training would start from noise. The norm is not frozen silently,
-    because ``lock.image_norm`` says what is trained.
+    Such a norm has mean 0, variance 1 and a bias other than 0 (a new norm has bias 0), so it only
+    adds its bias. In training it would normalise by each batch, which the later layers have never
+    seen, and the training would start from noise. It is not frozen silently, because
+    ``lock.image_norm`` says what is trained.
     """
     folded = []
     for name, norm in model.visual.named_modules():
@@ -335,11 +348,12 @@ def refuse_folded_norms(model: Model) -> None:
 
 
 def start_from_rows(model: Model, rows: StoredRows) -> None:
-    """Makes a model start from rows that stand for images (`StoredRows.of_images`): behind the
-    blocks that made them, or, where they are embeddings, behind its image tower.
+    """Makes a model take stored rows (`StoredRows.of_images`) in the place of images.
 
-    Raises RuntimeError where other weights made the rows, and ValueError where a model in
-    training mode trains blocks that made them.
+    Rows of kind `IMAGE_ROWS` are outputs of the frozen first blocks: the image tower then starts
+    behind these blocks. Other rows are embeddings, and the whole image tower is skipped. Raises
+    RuntimeError if other weights made the rows, and ValueError if a model in training mode trains
+    blocks that made them.
     """
     manifest = read_manifest(rows.directory, rows.kind)
     if rows.kind != IMAGE_ROWS:
@@ -363,11 +377,12 @@ def start_from_rows(model: Model, rows: StoredRows) -> None:
 
 
 def common_config(directories: Sequence[Path]) -> dict[str, Any]:
-    """The configuration that exported models share, to be joined or averaged.
+    """Returns the configuration that exported models have in common, to be joined or averaged.
 
-    Others may write the same preprocessing in another way, so where they differ it is compared
-    after open_clip has filled in its defaults. Bases are not compared: the result has a
-    `base_digest` only if all have the same. Raises ValueError, naming the field, where one differs.
+    Other programs may write the same preprocessing in another way; if configurations differ, it is
+    compared again after open_clip has filled in its defaults. Bases are not compared: the result
+    has a `base_digest` only if all models have the same. Raises ValueError, naming the first field
+    that differs.
     """
     first, *others = (weights.read_config(path) for path in directories)
     bases = {config.pop("base_digest", None) for config in (first, *others)}
@@ -391,7 +406,8 @@ def common_config(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def _difference(first: Any, other: Any, name: str) -> str:
-    """The first field in which two configurations differ, in words; empty where there is none."""
+    """Describes the first difference of two configurations, for example "model_cfg.embed_dim is 512
+    and not 768"; empty if they are equal."""
     first, other = files.as_json(first), files.as_json(other)
     if not isinstance(first, dict) or not isinstance(other, dict):
         return "" if first == other else f"{name} is {brief(first)} and not {brief(other)}"

@@ -1,15 +1,14 @@
 """LoRA on the blocks of a tower (Hu et al., arXiv:2106.09685): W + alpha / rank * B @ A.
 
-The adapters act on weights, through `torch.nn.utils.parametrize`, not on layers: open_clip's
-attention is torch's fused `nn.MultiheadAttention`, which reads `in_proj_weight` and
-`out_proj.weight` and never calls a layer that could be wrapped. peft (0.21) instead adds the
-product to the weight before every forward pass and subtracts it afterwards, each time as a new
-`Parameter`: the frozen weights drift by rounding, FSDP2, DDP and compiled blocks hold stale
-objects, and the adapter of `out_proj` is added twice, once without gradient. A parametrized weight
-is an ordinary function of parameters that stay the same objects, so sharding, recomputation,
-autocast and the fused kernels work. The cost: the backward pass briefly holds the gradient of the
-whole weight, before that of A and B. So LoRA here saves gradients, optimizer state and
-communication, but no arithmetic.
+The adapters change weights, through `torch.nn.utils.parametrize`, and do not wrap layers:
+open_clip's attention is torch's fused `nn.MultiheadAttention`, which reads `in_proj_weight` and
+`out_proj.weight` and calls no layer that could be wrapped. peft (0.21) instead adds the product to
+the weight before every forward pass and subtracts it afterwards, each time as a new `Parameter`:
+the frozen weights drift by rounding, FSDP2, DDP and compiled blocks hold stale objects, and the
+adapter of `out_proj` is added twice, once without gradient. A parametrized weight is a function of
+parameters that stay the same objects, so sharding, recomputation, autocast and the fused kernels
+work. The backward pass briefly holds the gradient of the whole weight, before those of A and B. So
+LoRA here saves gradients, optimizer state and communication, but no arithmetic.
 
 As in peft, query, key and value share one A where their weights are one tensor, and a convolution
 counts as a matrix [out, in * height * width]; grouped convolutions get no adapter.
@@ -35,8 +34,8 @@ _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "ffn", "feedforward")
 class LowRank(nn.Module):
     """Maps a weight [out, in] to weight + scale * B @ A; B [out, rank] starts at zero.
 
-    A [rank, in] is drawn as in LoRA's own code, uniform within 1 / sqrt(in). `dropout` acts on the
-    adapter's input features, with one mask per forward for all tokens. A convolution's weight
+    A [rank, in] is drawn as in LoRA's own code, uniform within 1 / sqrt(in). `dropout` drops input
+    features of the adapter, the same ones for all tokens of a forward pass. A convolution's weight
     [out, in, height, width] counts as [out, in * height * width].
     """
 
@@ -51,7 +50,7 @@ class LowRank(nn.Module):
         self.lora_b = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The adapted weight, in the weight's own precision under autocast too."""
+        """Returns the adapted weight, in the weight's own precision even under autocast."""
         lora_a: Tensor = self.lora_a
         if self.training and self.dropout:
             lora_a = lora_a * functional.dropout(torch.ones_like(lora_a[0]), self.dropout)
@@ -70,21 +69,19 @@ def add_lora(
     text: bool = False,
     seed: int = 0,
 ) -> list[str]:
-    """Puts adapters on the unlocked image blocks, in place; returns the names now trainable.
+    """Puts adapters on the unlocked image blocks, in place; returns the names of what is trained.
 
-    Call it after the model's `lock` (which would unlock the adapted weights again). Of the image
+    Call it after the model's `lock`, which would unlock the adapted weights again. In the image
     tower only the adapters are trained, and the final norm and projection if they are unlocked;
     everything else in and before the blocks is frozen, norms and biases too, as in peft. With
     `text` the unlocked blocks of the text tower get adapters in the same way; otherwise the text
-    tower does not change, nor does the logit scale. The model's output does not change at first. A
-    is drawn by `seed`; the global generators are neither used nor changed.
+    tower stays as it was locked. The model's output does not change at first, since B is zero. A is
+    drawn by `seed`; torch's global generators are neither used nor changed.
 
-    Raises ValueError where no block is unlocked, where the blocks have no weights of the kind
-    `targets`, and for a model that has adapters. `LoraConfig` holds the ranges of the numbers
-    and the kinds of targets.
+    Raises ValueError if no block is unlocked, or the blocks have no weights of the kind `targets`.
+    `LoraConfig` holds the ranges of the numbers and the kinds of targets.
     """
-    if any(_adapted(model)):
-        raise ValueError("the model has LoRA adapters already: merge them first")
+    assert not any(_adapted(model)), "the model has LoRA adapters already"
     adapted: list[tuple[nn.Module, towers.TowerLayout]] = [(model.visual, model.layout)]
     if text and model.reads_texts:
         adapted.append((model.text_tower, model.text_layout))
@@ -119,7 +116,10 @@ def add_lora(
 
 
 def _weights(block: nn.Module, targets: str) -> Iterator[tuple[nn.Module, str]]:
-    """Modules within a block, each with the name of its weight."""
+    """Yields the modules of a block whose weights get adapters, each with the weight's name.
+
+    `targets` is "attention", "mlp" or "all".
+    """
     inside = dict(block.named_modules())
     for path, module in inside.items():
         if getattr(module, "in_proj_weight", None) is not None:  # torch's and open_clip's attention
@@ -135,8 +135,11 @@ def _weights(block: nn.Module, targets: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
-    """Returns True if the innermost module around a weight that is named attention or MLP is
-    attention."""
+    """Returns True if the weight of the module `path` belongs to attention.
+
+    Of the modules around it that are called attention or MLP, the innermost decides. `inside` maps
+    the paths within a block to its modules.
+    """
     while path:
         words = f"{path.rpartition('.')[2]} {type(inside[path]).__name__}".lower()
         if any(word in words for word in _MLP):
@@ -150,16 +153,13 @@ def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
 def merge_lora(model: Model) -> None:
     """Adds the adapters to their weights, in place; modules and names are then as without LoRA.
 
-    All merged weights are frozen. Raises ValueError where the model has no adapters.
+    All merged weights are frozen.
     """
-    adapted = list(_adapted(model))
-    if not adapted:
-        raise ValueError("the model has no LoRA adapters to merge: call add_lora first")
-    for module in adapted:
+    for module in list(_adapted(model)):
         parametrizations: Any = module.parametrizations
         with torch.no_grad():
             merged = {name: weight.eval()() for name, weight in parametrizations.items()}
-        # Not remove_parametrizations, which takes its property from a class that modules share.
+        # remove_parametrizations would delete a property of the class that several modules share.
         del module.parametrizations
         module.__class__ = type(module).__bases__[0]
         for name, weight in merged.items():
@@ -168,4 +168,5 @@ def merge_lora(model: Model) -> None:
 
 
 def _adapted(model: Model) -> Iterator[nn.Module]:
+    """Yields the modules that have an adapter."""
     return (m for m in model.exported.modules() if parametrize.is_parametrized(m))

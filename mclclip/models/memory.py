@@ -1,12 +1,12 @@
 """Measures how much memory and how many operations a model's training takes, without running it.
 
-A model is built on torch's "meta" device, where tensors have shapes and no values, and run forward
-and backward on fake tensors (`torch._subclasses.fake_tensor`), which follow every rule of views,
-autocast, recomputation and saved tensors. A dispatch mode sees when each storage is made and freed,
-and sums the bytes that torch's allocator would be asked for. So no kind of tower needs a formula of
-its own, and ViT-H-14 takes seconds.
+A model is built on torch's "meta" device, where tensors have shapes and no values. It is run
+forward and backward on fake tensors (`torch._subclasses.fake_tensor`), which follow every rule of
+views, autocast, recomputation and saved tensors. A dispatch mode sees when each storage is made and
+freed, and sums the bytes that torch's allocator would be asked for. So no kind of tower needs a
+formula of its own, and ViT-H-14 takes seconds.
 
-Memory that kernels take for themselves (workspaces of cuDNN) and fragmentation are not counted.
+Fragmentation, and memory that kernels take for themselves (workspaces of cuDNN), are not counted.
 Operations are counted in the same run, by torch's own formulas (`torch.utils.flop_counter`).
 """
 
@@ -42,10 +42,10 @@ def load_shapes(
     projector: Sequence[int] = (),
     long_context: bool = False,
 ) -> Model:
-    """`load_towers` on the "meta" device: no weights are read, fetched, drawn or allocated.
+    """Calls `load_towers` on the "meta" device: weights are not read, fetched, drawn or allocated.
 
-    Raises ValueError and FileNotFoundError as `load_towers`, and ValueError for a model on the hub,
-    which would have to be fetched.
+    Raises the errors of `load_towers`, and ValueError for a model on the hub, whose configuration
+    would have to be fetched.
     """
     weights.refuse_joined(name)
     if isinstance(name, str) and name.startswith("hf-hub:"):
@@ -60,15 +60,15 @@ def load_shapes(
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors that share no memory."""
+    """Returns the sum of the tensors' bytes; memory that several share is counted several times."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @contextmanager
 def faked(module: Module, *, gpu_autocast: bool = False) -> Iterator[Module]:
-    """While the block runs, `module` (from `load_shapes`) and new tensors are fakes on the CPU.
+    """Within the block, `module` (from `load_shapes`) and new tensors are fakes on the CPU.
 
-    `gpu_autocast`: its layer norms save the same tensors as on a GPU under autocast. The module
+    With `gpu_autocast` its layer norms save the same tensors as on a GPU under autocast. The module
     cannot be used for anything else afterwards.
     """
     for child in module.modules() if gpu_autocast else ():
@@ -81,15 +81,15 @@ def faked(module: Module, *, gpu_autocast: bool = False) -> Iterator[Module]:
 
 
 class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures what runs while it is entered.
+    """Measures the memory and the operations of what runs inside its `with` block.
 
-    Tensors of `device` are counted, real ones too; fakes (`faked`) are those of a CPU, but take no
-    memory. A multiplication and an addition count as two operations. Backward passes and repeated
-    forward passes count; what works on elements alone (norms, activations) does not, as is usual,
-    and attention counts as its two products, without a mask.
+    Tensors on `device` are counted, real and fake ones; fakes of `faked` lie on the CPU. A
+    multiplication and an addition count as two operations. Backward passes and repeated forward
+    passes count. Operations on single elements (norms, activations) do not, as is usual, and
+    attention counts as its two products, as if it had no mask.
 
-    live        bytes that are held now, besides the `present` tensors
-    peak        the most bytes that were held at a time since it was entered
+    live        bytes that are held now, without the tensors `present` from the beginning
+    peak        the most bytes that were held at a time since the block was entered
     operations  floating-point operations of matrix products and convolutions
     """
 
@@ -114,13 +114,13 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def added(self) -> int:
-        """The peak above what was held when the meter was entered."""
+        """Returns the peak minus the bytes that were held when the block was entered."""
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ATEN.sparse_sampled_addmm.default and args[0].is_meta:
-            result = args[0].clone()  # torch has no kernel of it for shapes
+            result = args[0].clone()  # torch cannot run this one on the "meta" device
         else:
             result = func(*args, **kwargs)
         if (formula := _FORMULAS.get(func.overloadpacket)) is not None:
@@ -156,8 +156,10 @@ class _StayOnMeta(TorchFunctionMode):
 
 
 class _GpuLayerNorm(nn.LayerNorm):
-    """Computes in fp32 and returns its input's type: open_clip's layer norm under CUDA's autocast,
-    which keeps an fp32 copy of the input. The CPU's autocast would compute in half precision."""
+    """Computes in fp32 and returns its input's type, as a layer norm does under CUDA's autocast.
+
+    It keeps an fp32 copy of the input. The CPU's autocast would compute in half precision.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -165,18 +167,19 @@ class _GpuLayerNorm(nn.LayerNorm):
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors with storage that a tensor is made of: itself, or those of a sparse matrix."""
+    """Returns the tensors that hold a tensor's memory: itself, or three of a sparse matrix."""
     if tensor.layout is torch.sparse_csr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return (tensor,)
 
 
-def _of_convolution_backward(
+def _count_convolution_backward(
     out_gradient: Tensor, inputs: Tensor, weight: Tensor, *others: Any, out_val: Any
 ) -> int:
-    """As many as forward for each of the gradients of input and weight that is asked for.
+    """Counts the operations of a convolution's backward pass: those of the forward pass for each of
+    the gradients of input and weight that is computed.
 
-    torch's own formula multiplies those of the weight by the number of groups.
+    torch's own formula wrongly multiplies those of the weight by the number of groups.
     """
     transposed, needed = others[4], others[7]
     count: Any = conv_flop_count
@@ -184,19 +187,19 @@ def _of_convolution_backward(
     return forward * (int(needed[0]) + int(needed[1]))
 
 
-def _of_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> int:
+def _count_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> int:
     count: Any = sdpa_flop_count
     return int(count(query.shape, key.shape, value.shape))
 
 
-def _of_attention_backward(_: Tensor, *inputs: Any, **more: Any) -> int:
-    """Twice the forward pass: the products that the kernel repeats are not counted."""
-    return 2 * _of_attention(*inputs)
+def _count_attention_backward(_: Tensor, *inputs: Any, **more: Any) -> int:
+    """Returns twice the forward pass; the products that the kernel repeats are not counted."""
+    return 2 * _count_attention(*inputs)
 
 
 _FORMULAS = flop_registry | {
     _ATEN.addmm_: flop_registry[_ATEN.addmm],
-    _ATEN.convolution_backward: _of_convolution_backward,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _of_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
+    _ATEN.convolution_backward: _count_convolution_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
 }

@@ -1,6 +1,6 @@
-"""The model that is trained: an image tower, a text tower or none, a projector or none.
+"""The model that is trained: an image tower, perhaps a text tower, perhaps a projector.
 
-Nothing here imports open_clip; `mclclip.models.loading.load_towers` makes these.
+`mclclip.models.loading.load_towers` makes these. This file does not import open_clip.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ NO_TEXT = (
 
 
 def unit(features: Tensor) -> Tensor:
-    """[..., D] -> x / max(|x|, 1e-12), in fp32 (float64 stays float64)."""
+    """Scales rows [..., D] to unit length, x / max(|x|, 1e-12), in fp32 (float64 stays float64)."""
     if features.dtype != torch.float64:
         features = features.float()
     return functional.normalize(features, dim=-1, eps=1e-12)
 
 
 class Model(nn.Module):
-    """Towers with their transforms, locks, and the split of the image tower into trunk and tail.
+    """Towers with their transforms and locks; the image tower can be split into trunk and tail.
 
-    exported     the module that an export holds; its `visual` is the image tower. It is stored as
-                 `clip` where there is a text tower and as `tower` where there is none (`part`), so
-                 the names of its parameters begin with that. A CLIP's `logit_scale` has shape [1],
-                 because FSDP and DeepSpeed refuse 0-dimensional parameters.
+    exported     the module that an export holds; its `visual` is the image tower. It is stored in
+                 the attribute `part`: `clip` if there is a text tower, else `tower`, and the names
+                 of its parameters begin with that. A CLIP's `logit_scale` has shape [1], because
+                 FSDP and DeepSpeed refuse 0-dimensional parameters
     config       content of the export's JSON file
-    layout       the image tower's, or the reason why it has none
+    layout       the layout of the image tower, or the reason why it has none
     transforms   of training and of validation: image -> [C, H, W]
     tokenizer    of the text tower: list of N strings -> int64 [N, context]; None: no text tower
     projector    widths of linear layers on top of an image tower alone; the objective gets their
                  output, while `encode_image`, evaluation and exports use the tower
 
-    `num_frozen_blocks` first blocks of the image tower run without a graph. `first_block`: where
-    `encode_image` starts; if it is not 0, it is given that block's input, such as rows of a cache,
-    in the place of images. `memory_format`: how images and hidden values lie in memory, which
-    changes results by rounding alone.
+    num_frozen_blocks   how many first blocks of the image tower run without a graph
+    first_block         the block with which `encode_image` starts; if it is not 0, `encode_image`
+                        takes that block's input, such as stored rows, in the place of images
+    memory_format       how images and hidden values lie in memory; results differ by rounding alone
     """
 
     clip: Any
@@ -71,7 +71,7 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.reads_texts = tokenizer is not None
-        # Upper bounds of parameters by name, which the optimizer enforces.
+        # The largest values of parameters, by name; the optimizer sets larger ones back to them.
         self.upper_bounds = (
             {"clip.logit_scale": math.log(MAX_LOGIT_SCALE)} if self.reads_texts else {}
         )
@@ -80,7 +80,7 @@ class Model(nn.Module):
         self.tokenizer = tokenizer if self.reads_texts else _refuse_texts
         self.config = copy.deepcopy(dict(config))
         self.embed_dim = int(self.config["model_cfg"]["embed_dim"])
-        self.projector = projector_of(self.embed_dim, projector)
+        self.projector = build_projector(self.embed_dim, projector)
         self.feature_dim = projector[-1] if projector else self.embed_dim
         height, width = towers.pair(self.visual.image_size)
         self.image_size: int | tuple[int, int] = height if height == width else (height, width)
@@ -96,7 +96,7 @@ class Model(nn.Module):
 
     @property
     def exported(self) -> Any:
-        """The module whose state dict an export holds."""
+        """The module whose state dict an export holds: open_clip's CLIP, or an image tower."""
         return getattr(self, self.part)
 
     @property
@@ -116,9 +116,9 @@ class Model(nn.Module):
 
     @property
     def normalization(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of pixels, float32 [C, 1, 1] or [1, 1, 1].
+        """Mean and standard deviation of pixels between 0 and 1, float32 [C, 1, 1] or [1, 1, 1].
 
-        Both transforms give images as (pixels - mean) / deviation, with pixels between 0 and 1.
+        Both transforms return (pixels - mean) / deviation.
         """
         settings = self.config["preprocess_cfg"]
         mean, deviation = (
@@ -131,25 +131,26 @@ class Model(nn.Module):
 
     @property
     def layout(self) -> towers.ImageLayout:
-        """RunPaths of the image tower. Raises ValueError, with the reason, where it has none."""
+        """Layout of the image tower. Raises ValueError, with the reason, if it has none."""
         if isinstance(self._layout, str):
             raise ValueError(self._layout)
         return self._layout
 
     @property
     def text_layout(self) -> towers.TowerLayout:
-        """RunPaths of the text tower. Raises ValueError where its blocks are not found."""
+        """Layout of the text tower. Raises ValueError if its blocks are not found."""
         return towers.text_layout(self.text_tower)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the image tower, as its layout counts them."""
+        """Number of the image tower's blocks, as its layout counts them."""
         return len(self.layout.blocks)
 
     def layers_above(self, name: str) -> int:
-        """Number of layers above the parameter `name` in its tower; 0 at the top.
+        """Returns how many layers lie above a parameter in its tower, for layer-wise decay.
 
-        For layer-wise learning-rate decay. Raises ValueError for towers without a layout.
+        `name` is for example "clip.visual.ln_post.weight"; at the top it is 0. Raises ValueError
+        for towers without a layout.
         """
         inside = name.removeprefix(f"{self.part}.")
         if inside == name or inside.startswith("logit_"):
@@ -159,9 +160,9 @@ class Model(nn.Module):
         return self.text_layout.layers_above(inside.removeprefix("text."))
 
     def blocks(self) -> list[nn.Module]:
-        """The modules of all towers' blocks, which are sharded or compiled one by one.
+        """Returns the modules of all towers' blocks, which are sharded or compiled one by one.
 
-        Towers without a layout have none.
+        A tower without a layout contributes none.
         """
         modules: list[nn.Module] = []
         with suppress(ValueError):
@@ -178,19 +179,17 @@ class Model(nn.Module):
         text: Tensor | None = None,
         text_features: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Images and tokens (or ready text features) -> features for an objective, by name.
+        """Computes an objective's features, by name, of images and of tokens or text features.
 
-        Returns `image_features` [b, F] (F: `feature_dim`) and `text_features` [b, D], unit length
-        in fp32 or float64, where the input was given; with a text tower also `logit_scale`, and
-        `logit_bias` where the model has one. Raises ValueError for texts without a text tower.
+        Returns `image_features` [b, F] (F: `feature_dim`) for images and `text_features` [b, D] for
+        texts, of unit length in fp32 or float64; with a text tower also `logit_scale`, and
+        `logit_bias` if the model has one. Raises ValueError for tokens without a text tower.
         """
         output: dict[str, Tensor] = {}
         if self.reads_texts:
             output["logit_scale"] = self.logit_scale()
             if self.has_logit_bias:
                 output["logit_bias"] = self.clip.logit_bias.reshape(())
-        elif text is not None or text_features is not None:
-            raise ValueError(NO_TEXT)
         if image is not None:
             output["image_features"] = unit(self.projector(self.encode_image(image)))
         if text_features is not None:
@@ -200,10 +199,10 @@ class Model(nn.Module):
         return output
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
-        """[B, C, H, W] -> [B, D], raw or (`normalize`) unit length. A frozen trunk has no graph."""
+        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph."""
         frozen = self.num_frozen_blocks
         if self.first_block:
-            whole = self.first_block > self.num_blocks  # the images are features already
+            whole = self.first_block > self.num_blocks  # then `images` are features already
             features = images if whole else self.encode_tail(images, self.first_block)
         elif frozen and not images.requires_grad:
             with torch.no_grad():
@@ -213,14 +212,14 @@ class Model(nn.Module):
             features = self.encode_tail(images, 0)
         else:
             output = self.visual(towers.arrange(images, self.memory_format))
-            # Towers with output_tokens give (features, tokens).
+            # Towers with output_tokens return (features, tokens).
             features = output[0] if isinstance(output, tuple) else output
         return unit(features) if normalize else features
 
     def encode_text(self, tokens: Tensor, normalize: bool = False) -> Tensor:
-        """[B, context] int64 -> [B, D], raw or (`normalize`) unit length.
+        """[B, context] int64 -> [B, D], with `normalize` of unit length.
 
-        Raises ValueError without a text tower.
+        Raises ValueError if there is no text tower.
         """
         if not self.reads_texts:
             raise ValueError(NO_TEXT)
@@ -228,26 +227,27 @@ class Model(nn.Module):
         return unit(features) if normalize else features
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
-        """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks (0: the images)."""
+        """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks; for 0 the images."""
         images = towers.arrange(images, self.memory_format)
         return self.layout.run_trunk(self.visual, images, num_trunk_blocks)
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
-        """Output of `encode_trunk` for the same number -> raw features [B, D].
+        """Runs the blocks after the first `num_trunk_blocks` on the output of `encode_trunk`.
 
-        With `project=False`: [B, width], pooled and normed but not projected; ValueError for towers
-        whose attention pool is their projection.
+        Returns features [B, D], not of unit length; with `project=False` those before the
+        projection, [B, width]. Raises ValueError if these do not exist, since the attention pool is
+        the projection.
         """
         hidden = towers.arrange(hidden, self.memory_format)
         return self.layout.run_tail(self.visual, hidden, num_trunk_blocks, project, self._recompute)
 
     def encode_pooled(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, width], features before the projection; ValueError as above."""
+        """[B, C, H, W] -> features before the projection, [B, width]; raises as `encode_tail`."""
         return self.encode_tail(images, 0, project=False)
 
     def trunk_digest(self, num_trunk_blocks: int) -> str:
-        """Digest of all that the output of `encode_trunk` depends on beside the images: the tensors
-        of these blocks, in fp32, the image tower's architecture, and how pixels are made."""
+        """Returns a digest of everything but the images that the output of `encode_trunk` depends
+        on: the tensors of these blocks in fp32, the architecture, and the preprocessing."""
         self.layout.check_number(num_trunk_blocks, "num_trunk_blocks", "image")
         parts, digest = self.layout.trunk(num_trunk_blocks), hashlib.sha256()
         model = {k: v for k, v in self.config["model_cfg"].items() if k != "text_cfg"}
@@ -260,10 +260,10 @@ class Model(nn.Module):
         return digest.hexdigest()
 
     def logit_scale(self) -> Tensor:
-        """The multiplier of cosines, 0-dimensional, at most 100; 1 without a text tower.
+        """Returns the multiplier of cosines, 0-dimensional, at most 100; 1 without a text tower.
 
-        The cap does not change the gradient: OpenAI's logit scale is ln 100, whose exponential in
-        fp32 is just above 100, and a cap without gradient would keep it there for ever.
+        The gradient passes through the cap. OpenAI's logit scale is ln 100, whose exponential in
+        fp32 is just above 100: a cap that stops the gradient would keep it there for ever.
         """
         if not self.reads_texts:
             return torch.ones(())
@@ -272,7 +272,7 @@ class Model(nn.Module):
 
     @property
     def has_logit_bias(self) -> bool:
-        """True if there is a logit bias: the configuration names `init_logit_bias`."""
+        """True if the model has a logit bias, because its configuration has `init_logit_bias`."""
         return getattr(self.exported, "logit_bias", None) is not None
 
     # --- training ----------------------------------------------------------------------------
@@ -287,17 +287,19 @@ class Model(nn.Module):
         text_blocks: int | Literal["all"] = "all",
         logit_bias: bool = False,
     ) -> list[str]:
-        """Makes exactly the named parts trainable, freezes the rest, returns the trainable names.
+        """Makes these parts trainable, freezes all others, and returns the trainable names.
 
-        `image_blocks`: the last n blocks (an open_clip ResNet counts its stem and its residual
-        blocks: 17 in an RN50); "all" adds the layers before the first block. `image_norm`: the
-        final norm and the batch norms of trained blocks; frozen ones keep their running statistics.
-        `image_projection`: the projection, and poolings that have weights. `text`: the text tower's
-        last `text_blocks` blocks with its final norm and projection; "all" adds the embedding.
-        `logit_bias`: the bias, where the model has one; it has no effect on a softmax, since it
-        shifts all logits by the same amount. A projector is always trained; without a text tower
-        texts and logits have nothing to train. Raises ValueError for more blocks than there are,
-        and for towers without a layout.
+        image_blocks      the last n blocks (an open_clip ResNet counts its stem and its residual
+                          blocks: 17 in an RN50); "all" adds the layers before the first block
+        image_norm        the final norm, and the batch norms of trained blocks; frozen batch norms
+                          keep their running statistics
+        image_projection  the projection, and poolings that have weights
+        text              the text tower's last `text_blocks` blocks, its final norm and projection;
+                          "all" adds the embedding
+        logit_bias        the bias, if the model has one; a softmax does not depend on it
+
+        A projector is always trained. Without a text tower the options of texts and logits have no
+        effect. Raises ValueError for more blocks than there are, and for towers without a layout.
         """
         whole_text = text_blocks == "all" or not (text and self.reads_texts)
         text_parts: tuple[str, ...] = ()
@@ -327,9 +329,10 @@ class Model(nn.Module):
         return self.update_frozen()
 
     def update_frozen(self) -> list[str]:
-        """Updates the frozen blocks and eval modes; returns the names of trainable parameters.
+        """Sets `num_frozen_blocks` and eval modes by what requires gradients.
 
-        Call it after changing `requires_grad` in another way than by `lock`.
+        Returns the names of trainable parameters. Call it after a change of `requires_grad`, unless
+        `lock` made it.
         """
         trained = [n for n, p in self.visual.named_parameters() if p.requires_grad]
         self.num_frozen_blocks = self.layout.count_without(trained)
@@ -337,14 +340,14 @@ class Model(nn.Module):
         return sorted(name for name, p in self.named_parameters() if p.requires_grad)
 
     def train(self, mode: bool = True) -> Self:
-        """`nn.Module.train`, but modules whose parameters are all frozen stay in eval mode."""
+        """Sets training mode; modules whose parameters are all frozen stay in eval mode."""
         super().train(mode)
         if mode:
             for module in self.modules():
                 trained = [p.requires_grad for p in module.parameters()]
                 if trained and not any(trained):
                     module.eval()
-            if self.num_frozen_blocks:  # modules without parameters too, such as patch dropout
+            if self.num_frozen_blocks:  # also their modules without parameters, such as dropout
                 trunk = self.layout.trunk(self.num_frozen_blocks)
                 for name, module in self.visual.named_modules():
                     if towers.belongs(name, trunk):
@@ -354,10 +357,9 @@ class Model(nn.Module):
     def drop_patches(self, share: float) -> None:
         """Makes the image tower drop this share of the patches in training; 0 leaves it as it is.
 
-        Its module has no weights and is in no configuration, so exports know nothing of it. Call it
-        after locks and adapters. Raises ValueError for a tower other than open_clip's own vision
-        transformer, and where frozen blocks, which run as in evaluation, come before all trained
-        ones.
+        Exports are not affected, since the dropout has no weights and is in no configuration. Call
+        it after locks and adapters. Raises ValueError unless the tower is open_clip's own vision
+        transformer, and if its first blocks are frozen, since these always see whole pictures.
         """
         if not share:
             return
@@ -377,8 +379,8 @@ class Model(nn.Module):
     def set_grad_checkpointing(self, enabled: bool = True) -> None:
         """Recomputes the blocks of all towers in the backward pass instead of keeping activations.
 
-        Gradients stay the same bit for bit. Raises ValueError where blocks of the image tower have
-        batch norms, whose running statistics would count every batch twice.
+        Gradients stay the same, bit for bit. Raises ValueError if blocks of the image tower have
+        batch norms, since their running statistics would count every batch twice.
         """
         blocks = self.layout.block_modules(self.visual) if enabled else []
         if any(isinstance(m, _BatchNorm) for block in blocks for m in block.modules()):
@@ -396,11 +398,11 @@ class Model(nn.Module):
             self.text_tower.set_grad_checkpointing(enabled)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
-        """Makes torch compile every block when it first runs; names stay as they are."""
+        """Makes torch compile every block when it first runs; parameters keep their names."""
         from torch._dynamo import config  # seconds to import
 
-        # torch stops compiling a function after a number of variants. All blocks of a class are one
-        # function, with variants for tower, precision, batch size, with gradient and without.
+        # torch stops compiling a function after `recompile_limit` variants. All blocks of a class
+        # are one function, with variants for tower, precision, batch size, and use of gradients.
         config.recompile_limit = max(config.recompile_limit, 32)
         for block in self.blocks():
             block.compile(backend=backend)
@@ -408,10 +410,10 @@ class Model(nn.Module):
     def save(self, directory: Path, base_digest: str | None = None) -> None:
         """Writes a directory that `mclclip.load_model` reads: configuration and safetensors.
 
-        With a text tower plain open_clip loads it as `local-dir:`; the logit scale is written
-        0-dimensional, as open_clip's models have it. A projector is left out. `base_digest` names
-        the base it was fine-tuned from (`weights.base_digest` of its export); None: it is a base
-        itself.
+        If there is a text tower, plain open_clip loads it as `local-dir:PATH`; the logit scale is
+        written 0-dimensional, as in open_clip's models. A projector is left out. `base_digest` is
+        `weights.base_digest` of the model that this one was fine-tuned from; None records the
+        model's own, since it is a base itself.
         """
         directory = Path(directory)
         tensors = {name: tensor.detach() for name, tensor in self.exported.state_dict().items()}
@@ -425,15 +427,13 @@ class Model(nn.Module):
 
 
 class PatchDropout(nn.Module):
-    """Tokens [b, 1 + n, D] -> [b, 1 + k, D], k = max(1, int(n (1 - share))); as they are in eval.
+    """In training, tokens [b, 1 + n, D] -> [b, 1 + k, D] with k = max(1, int(n (1 - share))).
 
     Source: Li et al., "Scaling Language-Image Pre-training via Masking" (FLIP, 2022), section 3.
-    The class token and the positions of the patches that stay are kept, as in open_clip's
-    PatchDropout, whose draws these are on a CPU; its indices lie in main memory, and a GPU would
-    wait for them at every step.
-
-    The first token is the class token. Patches are drawn for each picture from torch's global
-    generator of the device, which every training step seeds, and gradient caching replays.
+    The first token, the class token, always stays. Patches that stay keep their positions. They are
+    drawn for each picture from the global generator of the device, which every training step seeds
+    and gradient caching replays. On a CPU the draws are those of open_clip's PatchDropout; that
+    keeps its indices in main memory, for which a GPU would wait at every step.
     """
 
     def __init__(self, share: float) -> None:
@@ -441,7 +441,7 @@ class PatchDropout(nn.Module):
         self.share = share
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens with their positions added -> those that are kept, in the order of their draws."""
+        """Tokens with their positions added -> those that stay, in the order of the draws."""
         if not self.training:
             return tokens
         first, patches = tokens[:, :1], tokens[:, 1:]
@@ -453,12 +453,12 @@ class PatchDropout(nn.Module):
 
 
 def _refuse_texts(texts: object) -> Tensor:
-    """The tokenizer of a model without a text tower: raises ValueError."""
+    """Stands for the tokenizer of a model without a text tower; raises ValueError."""
     raise ValueError(NO_TEXT)
 
 
-def projector_of(dim: int, widths: Sequence[int]) -> nn.Module:
-    """Linear layers of these widths with a batch norm and a ReLU between them.
+def build_projector(dim: int, widths: Sequence[int]) -> nn.Module:
+    """Builds linear layers of these widths, with a batch norm and a ReLU between them.
 
     With two layers it is the projector of SimCLR's code; section 4.2 of the paper (Chen et al.,
     2020) has no batch norm. Without widths it is the identity.

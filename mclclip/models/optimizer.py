@@ -1,13 +1,13 @@
-"""Parameter groups, the optimizer by name, and the learning rate as a function of the step.
+"""Builds parameter groups and optimizers, and computes the learning rate of a step.
 
 Parameter groups have three fields besides those that the optimizer reads:
 
-    lr_scale     with layer-wise decay: the code that sets the learning rate sets `lr * lr_scale`
+    lr_scale     factor of layer-wise decay: the engine sets a group's rate to `lr * lr_scale`
     max_value    upper bound of the parameters, which are set back to it after every step
-    start_decay  decay towards the first weights, which the engine knows and applies
+    start_decay  decay towards the first weights, which the engine keeps and applies
 
-They come from submodules with `upper_bounds` (name -> largest value) or `layers_above` (name ->
-number of layers above), such as Model, wherever these are in the trained module.
+They follow from submodules of the trained module that have `upper_bounds` (parameter's name ->
+largest value) or `layers_above` (parameter's name -> number of layers above it), such as `Model`.
 """
 
 import math
@@ -39,20 +39,20 @@ _ELEMENTWISE: tuple[Any, ...] = (
 )
 
 
-# Kron's state holds lists, which checkpoints cannot store; MADGRAD changes weights at a learning
-# rate of zero too.
+# Checkpoints cannot store Kron's state, which has lists. MADGRAD changes weights even at a learning
+# rate of zero.
 _NOT_RESUMABLE = ("kron", "madgrad")
 
 
 def parameter_groups(
     module: nn.Module, weight_decay: float, layer_decay: float | None, start_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups of a module's trainable parameters: those with weight decay, then those without.
+    """Groups a module's trainable parameters: those with weight decay, then those without.
 
     Parameters with fewer than two dimensions (norms, biases, the class token, the logit scale) do
-    not decay. With `layer_decay` there are two such groups for each layer, the lowest rate first,
-    and with `start_decay` for parameters of models and for others. Parameters with an upper bound
-    have groups of their own. Raises ValueError where nothing is trainable.
+    not decay. With `layer_decay` there are two such groups for each layer, the lowest rate first;
+    with `start_decay` parameters of models and of objectives lie in separate groups. Parameters
+    with an upper bound have groups of their own. Raises ValueError if nothing is trainable.
     """
     inside = {f"{name}." if name else "": inner for name, inner in module.named_modules()}
     bounds = {
@@ -94,22 +94,22 @@ def build_optimizer(
     start_decay: float = 0.0,
     lr: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """The optimizer `name` over the trainable parameters of `module` (see `parameter_groups`).
+    """Builds an optimizer of the trainable parameters of `module` (see `parameter_groups`).
 
-    Build it where the parameters have their final form: after `fully_shard`, for instance.
-    Parameters above their upper bound are set to it here, and again after every step.
+    Call it when the parameters have their final form, for example after `fully_shard`. Parameters
+    above their upper bound are set back to it here, and again after every step.
 
     Args:
-        name: `adamw` (`betas`, `eps`), `lion` (`betas`), `lars` (`momentum`; it adapts decayed
-            parameters only), or `timm:NAME` for any of timm's, at timm's own settings.
+        name: `adamw` (reads `betas`, `eps`), `lion` (`betas`), `lars` (`momentum`; it adapts only
+            parameters with weight decay), or `timm:NAME` for any of timm's, with timm's settings.
         layer_decay: each layer's learning rate is this factor times that of the layer above it;
             parameters above the last block of a tower have the full rate, as in BEiT and timm.
-        start_decay: field of the groups with parameters of models; groups of objectives have 0.
-        lr: the peak learning rate. A caller that sets the rate at every step needs to give it only
-            for timm's optimizers, some of which store it at the start.
+        start_decay: field `start_decay` of groups with a model's parameters; other groups have 0.
+        lr: the peak learning rate. The engine sets the rate at every step, but some of timm's
+            optimizers store the first one.
 
     Raises ValueError for an unknown name, for an optimizer that cannot be resumed or is not
-    available, and where nothing is trainable.
+    installed, and if nothing is trainable.
     """
     groups = parameter_groups(module, weight_decay, layer_decay, start_decay)
     for group in groups:
@@ -130,13 +130,12 @@ def build_optimizer(
 
 
 def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
-    """Returns True if the update of an element depends on that element's values and gradients
-    alone.
+    """Returns True if an element's update depends only on that element's value and gradients.
 
-    Only then may an optimizer work on flat shards of parameters, as in ZeRO: one that takes the
-    norm of a whole parameter (LARS, LAMB) would compute other steps there. False for optimizers
-    that are not known. Takes an optimizer, or a name as `build_optimizer` does (ValueError for an
-    unknown one).
+    Only such an optimizer computes the same on flat shards of parameters, as in ZeRO; LARS and LAMB
+    take the norm of a whole parameter. `optimizer` is an object or a name as `build_optimizer`
+    takes it. Returns False for classes that are not in a list here. Raises ValueError for an
+    unknown name.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         cautious = any(group.get("caution") for group in optimizer.param_groups)
@@ -150,12 +149,10 @@ def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
 
 def _from_timm(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     info = _timm_info(name)
-    if info.second_order:
-        raise ValueError(f"optimizer is {name!r}, which needs second derivatives: take another")
-    if info.name.startswith(_NOT_RESUMABLE):
-        raise ValueError(f"optimizer is {name!r}, which does not resume exactly: take another")
-    if lr <= 0.0:
-        raise ValueError(f"optimizer is {name!r} with lr {lr}: give the peak learning rate")
+    if info.second_order or info.name.startswith(_NOT_RESUMABLE):
+        reason = "needs second derivatives" if info.second_order else "does not resume exactly"
+        raise ValueError(f"optimizer is {name!r}, which {reason}: take another")
+    assert lr > 0.0, "some of timm's optimizers store the first learning rate"
     try:
         optimizer: torch.optim.Optimizer = timm.optim.create_optimizer_v2(
             groups, opt=info.name, lr=lr
@@ -177,9 +174,9 @@ def _timm_info(name: str) -> Any:
 
 
 def _hold_bounds(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Clamps the parameters of groups with `max_value` to this value.
+    """Sets parameters above the `max_value` of their group back to it.
 
-    It reads the groups at every call, because an engine may have replaced the parameters by shards.
+    The groups are read at every call, because an engine may have replaced the parameters by shards.
     """
     with torch.no_grad():
         for group in optimizer.param_groups:
@@ -195,10 +192,10 @@ def learning_rate(
     lr: float,
     schedule: Schedule = "cosine",
 ) -> float:
-    """Learning rate of the update `step` (from 0) out of `total_steps`.
+    """Returns the learning rate of the update `step` (from 0) out of `total_steps`.
 
-    It rises linearly over `warmup_steps` updates, of which the last has the full `lr`, then stays
-    (`constant`) or falls along half a cosine towards 0.
+    It rises linearly over `warmup_steps` updates, the last of which has the full `lr`. Then it
+    stays (`constant`) or falls along half a cosine towards 0.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

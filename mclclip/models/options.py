@@ -1,8 +1,9 @@
-"""Options of models: the encoder that stages start from, what of it is trained or exported.
+"""Options of models: the encoder that stages start from, which parts are trained, what is exported.
 
-Options that contradict a model's architecture are refused when they are read, not at the first
-training step after hours of embedding: by the configurations that open_clip ships, which are read
-as files, or by a tower of timm or a backbone, which is built without values and counted.
+The second part reads the architecture that a configuration describes, so that options that
+contradict it are refused before anything runs, and not at the first training step after hours of
+embedding. The configurations that open_clip ships are read as files; a tower of timm or a backbone
+is built without values, and its blocks are counted.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ class ModelConfig:
     pretrained: str | None = None
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
     image_weights: str | None = field(default=None, metadata=NO_RESULT)  # but for what it holds
-    """A safetensors file of the image tower's weights alone, by timm's, torchvision's or
-    open_clip's names, in place of ``pretrained``; the text tower and a projection that the file
-    lacks are drawn by ``seed`` and want a training (``base``). Null: none."""
+    """A safetensors file of the image tower's weights alone, with the names of timm, torchvision or
+    open_clip, in place of ``pretrained``. The text tower, and a projection that the file lacks, are
+    drawn by ``seed`` and have to be trained (``base``). Null: none."""
     text: bool = True
     """False: the image tower alone, for objectives that read no captions. A config without
     ``text_cfg`` has no text tower anyway; its ``vision_cfg`` may name a backbone of timm or
     torchvision."""
     long_context: bool = False
-    """Stretch the positions of open_clip's own text towers after the first 20 to four times as many
-    (Long-CLIP): a context of 77 tokens becomes 248. A text of up to 20 tokens keeps its features
-    where the tower is causal, as CLIP's is. 248 tokens are the most."""
+    """Stretch the context of open_clip's own text towers from 77 to 248 tokens, the most: the
+    positions after the first 20 become four times as many (Long-CLIP). A text of up to 20 tokens
+    keeps its features if the tower is causal, as CLIP's is."""
     projector: list[PositiveInt] = field(default_factory=list)
     """Widths of the projector's layers, on top of an image tower alone; trained, not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class ModelConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class LockConfig:
-    """Parts of the model that are trained; everything else stays at its first weights."""
+    """Which parts of the model are trained; all others keep the weights that they start with."""
 
     image_blocks: NonNegativeInt | Literal["all"] = "all"
     """How many of the image tower's last blocks are trained (a ResNet's are the stem and the
@@ -78,15 +79,13 @@ class LockConfig:
     text: bool = True
     """Train the text tower; false: frozen, its embeddings are computed once by ``embed``."""
     text_blocks: NonNegativeInt | Literal["all"] = "all"
-    """How many of the text tower's last blocks are trained; its final norm and projection are
-    too."""
+    """How many of the text tower's last blocks are trained, with its final norm and projection."""
     logit_scale: bool = True
-    """Train the logit scale, and with it the logit bias where the model has one and the objective
-    reads it."""
+    """Train the logit scale, and the logit bias if the model has one and the objective reads it."""
 
     @property
     def freezes_images(self) -> bool:
-        """True where no part of the image tower is trained."""
+        """True if no part of the image tower is trained."""
         return not (self.image_blocks or self.image_norm or self.image_projection)
 
     def __post_init__(self) -> None:
@@ -99,7 +98,7 @@ class LockConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class LoraConfig:
-    """Low-rank adapters (LoRA) on the image tower: only they are trained in its linear layers."""
+    """Low-rank adapters (LoRA) on linear layers of the image tower, whose weights are frozen."""
 
     rank: PositiveInt = 8
     """Rank of each adapter."""
@@ -108,36 +107,36 @@ class LoraConfig:
     dropout: BelowOne = 0.0
     """Dropout on an adapter's input."""
     targets: Targets = "all"
-    """Linear layers of the blocks ``lock.image_blocks`` that get an adapter."""
+    """Which linear layers of the trained blocks (``lock.image_blocks``) get an adapter."""
     text: bool = False
-    """Adapters on the unlocked blocks of the text tower too."""
+    """Put adapters on the trained blocks of the text tower too."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ExportConfig:
-    """Encoders that ``export`` makes of all stages at the end."""
+    """Which encoders ``export`` makes of all stages at the end."""
 
     concat: list[Variant] = field(default_factory=lambda: ["raw", "stage_norm"])
-    """Variants of the concatenated encoder: features as they are, or each stage's at unit
-    length."""
+    """Variants of the concatenated encoder: ``raw`` joins features as they are, ``stage_norm`` each
+    stage's at unit length."""
     soup: bool = True
     """Write the uniform soup of all stages."""
     ema: bool = True
-    """Export the moving average of the weights where the training kept one."""
+    """Export the moving average of the weights if the training kept one (``ema_decay``)."""
 
 
 # --- the architecture that a configuration describes ---------------------------------------------
 
-# Fields of an augmentation that do more than to crop: `kind` is one of `models.transforms`, the
-# others are of open_clip's AugmentationCfg.
+# Fields of an augmentation that do more than to crop. `kind` names a transform of
+# `models.transforms`; the others belong to open_clip's AugmentationCfg.
 _MORE_THAN_CROPS = ("kind", "use_timm", "color_jitter_prob", "gray_scale_prob")
 
 
 def architecture_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The configuration of the architecture, and its ``vision_cfg``.
+    """Returns a model's ``model_cfg``, and its ``vision_cfg``.
 
-    They are empty where they are not at hand (a model of the hub, a directory yet to be written) or
-    no mapping; the loader of models reports errors.
+    They are empty if they cannot be read here (a model on the hub, a directory that is yet to be
+    written) or are no mapping; the loader of models reports errors.
     """
     config: Any = model.name
     if isinstance(config, str):
@@ -160,8 +159,10 @@ def architecture_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str,
 
 
 def num_blocks(model: ModelConfig) -> int | None:
-    """Blocks of the image tower, of a ResNet the stem and the residual blocks; None where they
-    are not known from the configuration, or where the tower cannot be locked."""
+    """Returns the number of the image tower's blocks; a ResNet has its stem and residual blocks.
+
+    None if the configuration does not say it, or the tower cannot be locked.
+    """
     config, vision = architecture_of(model)
     if not vision:
         return None
@@ -174,8 +175,10 @@ def num_blocks(model: ModelConfig) -> int | None:
 
 @functools.cache
 def _num_built_blocks(model_cfg: str) -> int | None:
-    """Blocks of a tower of timm or a backbone, built without values; None where it cannot be built
-    or locked, as the loader will say."""
+    """Builds a tower of timm or a backbone without values, and returns the number of its blocks.
+
+    None if the tower cannot be built or locked; the loader will say why. ``model_cfg`` is JSON.
+    """
     from mclclip.models.memory import load_shapes  # seconds to import
 
     try:
@@ -185,7 +188,7 @@ def _num_built_blocks(model_cfg: str) -> int | None:
 
 
 def more_than_crops(model: ModelConfig) -> list[str]:
-    """Fields of the augmentation, as set or by default, that do more than to crop."""
+    """Returns the fields of the model's augmentation that do more than to crop."""
     fields = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
     if not fields and "backbone" in architecture_of(model)[1]:
         return ["kind (simclr, the default of backbones)"]

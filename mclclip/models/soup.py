@@ -1,9 +1,9 @@
-"""Soups: averages of the weights of several fine-tuned models of one base, with any shares.
+"""Makes soups: weighted averages of the weights of several fine-tuned models of one base.
 
 References: Wortsman et al., "Model soups", 2022 (uniform and greedy soups); Wortsman et al.,
 "Robust fine-tuning of zero-shot models", 2022 (WiSE-FT, the line between two models). Sums run in
 float64 and are cast back. Tensors that are equal in all models are copied, so frozen towers keep
-every bit, and a model with the whole share stays bit for bit what it is.
+every bit, and a soup that one model alone has a share in is that model, bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,17 +21,17 @@ from mclclip.models.model import Model
 
 _BATCH_COUNT = "num_batches_tracked"
 STATISTICS_IMAGES = 4096
-"""Images at most on which batch norms are estimated."""
+"""The most images on which the statistics of batch norms are estimated."""
 _STATISTICS = (_BATCH_COUNT, "running_mean", "running_var")
 
 
 def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool = False) -> int:
     """Averages exported models into a new one; returns the number of tensors that were averaged.
 
-    Models of different bases are refused unless `force`, since their average is meaningless. Of the
-    logit scale the stored logarithm is averaged. Averaged running statistics of batch norms do not
-    fit the averaged weights: call ``estimate_statistics`` afterwards if ``needs_statistics`` is
-    true. Raises the errors of ``check_ingredients`` and ``combine``.
+    Models of different bases are refused unless `force` is set, since their average is meaningless.
+    Logit scales are stored as logarithms, and these are averaged. Averaged running statistics of
+    batch norms do not fit the averaged weights: call ``estimate_statistics`` afterwards if
+    ``needs_statistics`` returns True. Raises the errors of ``check_ingredients`` and ``combine``.
     """
     config = check_ingredients(ingredients, any_base=force)
     tensors, num_averaged = combine(ingredients)
@@ -43,17 +43,15 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
 def check_ingredients(
     ingredients: Sequence[Path], *, any_base: bool = False, advice: str = ""
 ) -> dict[str, Any]:
-    """The configuration of a soup of these models, which may be other people's.
+    """Returns the configuration of a soup of these models, which may come from strangers.
 
-    Raises ValueError for models that no average is made of: a concat, weights that are no
-    safetensors (pickles are not opened), another architecture or preprocessing, and, unless
-    ``any_base``, models of different bases (``advice`` then ends the message). Raises
-    FileNotFoundError where there is no model.
+    Raises ValueError for models that cannot be averaged: a concat, weights that are no safetensors
+    (pickles are not opened), another architecture or preprocessing, and, unless ``any_base``,
+    models of different bases (``advice`` then ends the message). Raises FileNotFoundError if there
+    is no model.
     """
-    if not ingredients:
-        raise ValueError("there is no ingredient: give at least one exported model")
     for path in ingredients:
-        _safetensors(path)
+        _find_safetensors(path)
     config = common_config(ingredients)
     bases = [weights.base_digest(path) for path in ingredients]
     if len(set(bases)) > 1 and not any_base:
@@ -65,8 +63,9 @@ def check_ingredients(
     return config
 
 
-def _safetensors(directory: Path) -> Path:
-    """The weights of an ingredient; see ``check_ingredients`` for the errors."""
+def _find_safetensors(directory: Path) -> Path:
+    """Returns the weights file of an ingredient. Raises ValueError for a concat and for weights
+    that are no safetensors, and FileNotFoundError if there is no model."""
     weights.read_config(directory)
     file = weights.find_weights(directory)
     if file.suffix != ".safetensors":
@@ -79,11 +78,11 @@ def _safetensors(directory: Path) -> Path:
 
 
 def needs_statistics(ingredients: Sequence[Path]) -> bool:
-    """True where the models have batch norms whose running statistics differ.
+    """Returns True if the models have batch norms whose running statistics differ.
 
-    No average of them fits averaged weights; equal ones come from norms that were frozen.
+    Equal statistics come from frozen norms. Of different ones no average fits averaged weights.
     """
-    with _opened(ingredients) as sources:
+    with _open_weights(ingredients) as sources:
         names = [name for name in sources[0].keys() if name.endswith(_STATISTICS)]
         return any(
             not weights.same_bits(*(source.get_tensor(name) for source in sources))
@@ -97,12 +96,12 @@ def load_soup(
     images: Callable[[Model], Iterable[Tensor]] | None = None,
     model: Model | None = None,
 ) -> tuple[Model, dict[str, Tensor], int]:
-    """A soup in memory, its tensors, and the number of images that its batch norms were estimated
-    on (0: they needed none).
+    """Makes a soup in memory; returns the model, its tensors, and a number of images.
 
-    ``images`` yields batches of them for the model. ``model`` is one of this architecture, which is
-    filled again instead of building another, and stays on its device. Raises ValueError where
-    images are needed and there are none, and the errors of ``combine``.
+    That is the number on which the statistics of its batch norms were estimated; 0 if that was not
+    needed. ``images(model)`` yields batches for it. ``model`` is a model of this architecture that
+    is filled, on its device, instead of building another one. Raises ValueError if images are
+    needed and ``images`` is None, and the errors of ``combine``.
     """
     used = [path for path, share in zip(ingredients, shares, strict=True) if share]
     tensors, _ = combine(ingredients, shares)
@@ -124,18 +123,18 @@ def load_soup(
 
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
-    """Sets the running statistics of all batch norms to those of the images.
+    """Sets the running statistics of all batch norms to those of images; returns their number.
 
-    ``batches`` are images [B, 3, H, W]; every batch has the same weight (the cumulative average).
-    Returns the number of images. Raises ValueError where there is none. Reference: Izmailov et
-    al., "Averaging Weights Leads to Wider Optima", 2018, section 3.2.
+    ``batches``, at least one, are images [B, 3, H, W]; every batch counts the same (torch's
+    cumulative average). Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima",
+    2018, section 3.2.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # None means the cumulative average in torch
+        norm.momentum = None  # torch then takes the cumulative average
         norm.train()
     count = 0
     for images in batches:
@@ -144,19 +143,16 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
-    if not count:
-        raise ValueError("there is no image to estimate the statistics of batch norms on")
+    assert count, "there is no image to estimate the statistics of batch norms on"
     return count
 
 
 @contextmanager
-def _opened(ingredients: Sequence[Path]) -> Iterator[list[Any]]:
-    """The open safetensors files of the models; ValueError where one cannot be read."""
+def _open_weights(ingredients: Sequence[Path]) -> Iterator[list[Any]]:
+    """Opens the safetensors files of several models. Raises ValueError if one cannot be read."""
     with ExitStack() as stack:
-        sources = []
-        for path in ingredients:
-            sources.append(stack.enter_context(weights.open_tensors(_safetensors(path))))
-        yield sources
+        paths = map(_find_safetensors, ingredients)
+        yield [stack.enter_context(weights.open_tensors(path)) for path in paths]
 
 
 def combine(
@@ -164,17 +160,15 @@ def combine(
 ) -> tuple[dict[str, Tensor], int]:
     """Averages the weights of exported models; returns the tensors, and how many of them differed.
 
-    ``shares`` are not negative and need not sum to 1 (default: equal ones); a model of share 0 does
-    not take part. Tensor by tensor, so that one model's worth of memory is enough. Raises
-    ValueError where tensor names, shapes or dtypes differ, and where integer buffers differ other
-    than the batch counts of batch norms.
+    ``shares`` are not negative, one at least is above 0, and they need not sum to 1 (default: equal
+    shares); a model of share 0 does not take part. One tensor is averaged after the other, so that
+    one model's worth of memory is enough. Raises ValueError if names, shapes or dtypes of tensors
+    differ, or integer buffers other than the batch counts of batch norms.
     """
     shares = [1.0] * len(ingredients) if shares is None else shares
     used = [(path, share) for path, share in zip(ingredients, shares, strict=True) if share]
-    if not used:
-        raise ValueError(f"shares of a soup are {list(shares)}: wanted one above 0")
     num_averaged, tensors = 0, {}
-    with _opened([path for path, _ in used]) as sources:
+    with _open_weights([path for path, _ in used]) as sources:
         names = sorted(sources[0].keys())
         for (path, _), source in zip(used, sources, strict=True):
             if sorted(source.keys()) != names:
@@ -190,10 +184,10 @@ def combine(
 def mean_tensor(
     name: str, tensors: Sequence[Tensor], shares: Sequence[float] | None = None
 ) -> Tensor:
-    """Mean of equal-shaped tensors in float64, cast back; the first where all have equal bits.
+    """Averages tensors of one shape in float64 and casts back; if all are equal, returns the first.
 
-    ``shares`` weigh them (default: equally). Raises ValueError, naming the tensor, where shapes or
-    dtypes differ, or integers do.
+    ``shares`` are their weights (default: equal ones). Raises ValueError, with the tensor's
+    ``name``, if shapes or dtypes differ, or integers do.
     """
     first = tensors[0]
     if weights.same_bits(*tensors):
@@ -204,7 +198,7 @@ def mean_tensor(
             f"the tensor {name} has different shapes or dtypes: {sorted(map(str, kinds))}"
         )
     if name.endswith(_BATCH_COUNT):
-        return first  # counted anew when the statistics are
+        return first  # `estimate_statistics` counts batches again
     if not first.is_floating_point():
         raise ValueError(
             f"the integer tensor {name} differs among the models and has no average: "

@@ -1,8 +1,9 @@
 """Reads files of weights that other programs saved, and fits their tensors to a model.
 
-A checkpoint holds more than a model's tensors, which lie under one of its keys. If a model was
-compiled, wrapped or part of a larger module, its names share a prefix, which is removed. If tensors
-still do not fit, one error line names those of both sides.
+A checkpoint may hold more than a model's tensors; these then lie under one of its keys. If a model
+was compiled, wrapped or part of a larger module, all names begin with the same prefix, which is
+removed. If tensors still do not fit, one error line lists those that the file lacks or has beyond
+the model's.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 
-# Keys of checkpoints under which a model's tensors lie, the first that is there counts: trained
-# weights come before their moving average, which is read where it is all there is.
+# Keys of checkpoints under which a model's tensors may lie; the first that exists is read. Trained
+# weights come before their moving average, which is read only if there is nothing else.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "ema", "model_ema", "state_dict_ema")
-_TOWERS = {"visual", "text"}  # all names of one tower begin with these, which are no prefixes
+_TOWERS = {"visual", "text"}  # begin the names of one tower, and are no prefix to be removed
 _CONSTANTS = {"input_resolution", "context_length", "vocab_size"}  # beside OpenAI's tensors
-# What torch.load raises for a file that it does not take, whatever is in it.
+# Errors of torch.load for a file that it cannot read.
 _NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 _MOST_EXTRA_POSITIONS = 8  # class token and registers before the grid of an image tower
 
 
 def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a model in a safetensors file or in what torch.save wrote, by their names in
-    the model; on the device "meta" without values.
+    """Reads a model's tensors, by name, from a safetensors file or a file that torch.save wrote.
 
-    Raises ValueError for TorchScript, pickled code, damage, and a file without tensors.
+    On the device "meta" they have no values. Raises ValueError for TorchScript, pickled code, a
+    damaged file, and a file without tensors.
     """
     if file.suffix == ".safetensors":
         with weights.open_tensors(file) as opened:
@@ -50,7 +51,7 @@ def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
             else:
                 saved = {name: opened.get_tensor(name) for name in opened.keys()}
     else:
-        saved = _unpickled(file, device)
+        saved = _unpickle(file, device)
     while isinstance(saved, Mapping) and (
         held := [key for key in _KEYS if isinstance(saved.get(key), Mapping)]
     ):
@@ -61,13 +62,14 @@ def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     tensors = {n: t for n, t in saved.items() if isinstance(t, Tensor)} if is_model else {}
     if not tensors:
         raise ValueError(
-            f"it holds {_held(saved)} and no tensors of a model by their names: save the model's "
-            "state_dict() in a file of its own"
+            f"it holds {_describe(saved)} and no tensors of a model by their names: save the "
+            "model's state_dict() in a file of its own"
         )
     return _without_prefix({n: t for n, t in tensors.items() if n not in _CONSTANTS})
 
 
-def _unpickled(file: Path, device: str) -> Any:
+def _unpickle(file: Path, device: str) -> Any:
+    """Loads what torch.save wrote, without running code. Raises ValueError for all else."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
@@ -84,9 +86,10 @@ def _unpickled(file: Path, device: str) -> Any:
         ) from error
 
 
-def _held(saved: object) -> str:
+def _describe(saved: object) -> str:
+    """Describes a file's content for messages, for example "a mapping with epoch, optimizer"."""
     if isinstance(saved, Mapping):
-        return f"a mapping with {_some([str(key) for key in saved])}"
+        return f"a mapping with {_first_few([str(key) for key in saved])}"
     return f"a {type(saved).__name__}"
 
 
@@ -101,9 +104,11 @@ def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recorded_quick_gelu(file: Path) -> bool | None:
-    """Returns whether weights were trained with quick GELU, according to the files beside them: a
-    model's ``open_clip_config.json``, or ``params.txt`` of open_clip's training above its
-    checkpoints. None if neither says so."""
+    """Returns whether weights were trained with quick GELU, according to other files.
+
+    These are ``open_clip_config.json`` beside the weights, or ``params.txt`` of open_clip's
+    training above the folder ``checkpoints``. None if neither says it.
+    """
     beside, params = file.parent / weights.CONFIG, file.parent.parent / "params.txt"
     if beside.is_file():
         config = weights.read_config(file.parent)["model_cfg"]
@@ -117,10 +122,11 @@ def recorded_quick_gelu(file: Path) -> bool | None:
 
 
 def complete_config(model_cfg: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The model config, completed by the tensor names in a file of weights: they show a text tower
-    that is a module (``custom_text``, open_clip's --force-custom-text) and a logit bias (--siglip).
+    """Returns the model config with the fields that the tensor names in a file of weights show.
 
-    Logs one line if something is added. Raises the errors of `read`.
+    These are ``custom_text``, if the text tower is a module of its own (open_clip's
+    --force-custom-text), and ``init_logit_bias``, if there is a logit bias (--siglip). Logs one
+    line if something is added. Raises the errors of `read`.
     """
     names = read(file, "meta").keys()
     added: dict[str, Any] = {}
@@ -137,17 +143,15 @@ def complete_config(model_cfg: Mapping[str, Any], file: Path) -> dict[str, Any]:
 def fill(clip: Any, tensors: dict[str, Tensor], file: Path) -> None:
     """Loads the tensors of a file into open_clip's module.
 
-    Positions of another number are resized, with a line in the log. Raises ValueError, which lists
-    what the model lacks and what the file has, where they do not fit.
+    If the file has another number of positions, they are resized, with a line in the log. Raises
+    ValueError, which lists the tensors that do not fit.
     """
     state = clip.state_dict()
     for name in ("logit_scale", "logit_bias"):
         if name in state and name in tensors and tensors[name].numel() == state[name].numel():
             tensors[name] = tensors[name].reshape(state[name].shape)
-    if (
-        "logit_bias" in state and "logit_bias" not in tensors
-    ):  # CLIP's weights for SigLIP's training
-        tensors["logit_bias"] = torch.zeros_like(state["logit_bias"])
+    if "logit_bias" in state:  # weights of CLIP, for a training with SigLIP's loss, have none
+        tensors.setdefault("logit_bias", torch.zeros_like(state["logit_bias"]))
     tensors = {n: t for n, t in tensors.items() if n in state or not n.endswith("position_ids")}
     _resize_positions(clip, tensors, state, file)
     _check_names(tensors, state)
@@ -155,19 +159,20 @@ def fill(clip: Any, tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if a file's tensors have other names or shapes than the model's."""
     lacking = [name for name in state if name not in tensors]
     strange = [name for name in tensors if name not in state]
     shaped = [n for n in state if n in tensors and state[n].shape != tensors[n].shape]
     problems = []
     if lacking:
         problems.append(
-            f"it lacks {len(lacking)} of the model's {len(state)} tensors: {_some(lacking)}"
+            f"it lacks {len(lacking)} of the model's {len(state)} tensors: {_first_few(lacking)}"
         )
     if strange:
-        problems.append(f"it has {len(strange)} that the model has not: {_some(strange)}")
+        problems.append(f"it has {len(strange)} that the model has not: {_first_few(strange)}")
     if shaped:
         pairs = [f"{n} {[*tensors[n].shape]} for {[*state[n].shape]}" for n in shaped]
-        problems.append(f"{len(shaped)} have another shape than the model's: {_some(pairs)}")
+        problems.append(f"{len(shaped)} have another shape than the model's: {_first_few(pairs)}")
     if not problems:
         return
     layout = " (transformers' names: give the folder as hf:FOLDER)"
@@ -175,7 +180,8 @@ def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
     raise ValueError("; ".join(problems) + layout * of_transformers)
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
+    """The first three names for a message, and how many more there are."""
     shown = ", ".join(map(files.printable, names[:3]))[:300]
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"
 
@@ -186,12 +192,15 @@ def _some(names: list[str]) -> str:
 def _resize_positions(
     clip: Any, tensors: dict[str, Tensor], state: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Changes the numbers of positions to the model's. Positions of pictures, and of text towers
-    that read in both directions, are interpolated. A causal text tower keeps the first ones as they
-    are, since each position has its own meaning there."""
+    """Changes the number of positions in ``tensors`` to that of the model, in place.
+
+    Positions of pictures, and of text towers that read in both directions, are interpolated. A
+    causal text tower keeps the first ones unchanged, since each position has its own meaning there.
+    Raises ValueError if a causal text tower needs more positions than the file has.
+    """
     for name in ("visual.positional_embedding", "visual.trunk.pos_embed"):
         if _differ_in_number(tensors.get(name), state.get(name)):
-            resized = _resized_grid(tensors[name], state[name], clip.visual)
+            resized = _resize_grid(tensors[name], state[name], clip.visual)
             if resized is not None:
                 before, after = tensors[name].shape[-2], state[name].shape[-2]
                 log.info("%s: %d positions of pictures are resized to %d", file, before, after)
@@ -222,9 +231,12 @@ def _differ_in_number(saved: Tensor | None, ours: Tensor | None) -> bool:
     return saved.shape[-2] != ours.shape[-2] and saved.shape[-1] == ours.shape[-1]
 
 
-def _resized_grid(saved: Tensor, ours: Tensor, visual: nn.Module) -> Tensor | None:
-    """[(1,) k + n, D] -> the model's number of positions, as open_clip resizes them: bicubic, with
-    antialiasing; k positions of no patch stay. None where the grids are not known."""
+def _resize_grid(saved: Tensor, ours: Tensor, visual: nn.Module) -> Tensor | None:
+    """Resizes positions [(1,) k + n, D] of a square grid of n patches to those of the model `ours`.
+
+    As in open_clip, the interpolation is bicubic with antialiasing, and the k positions that belong
+    to no patch (class token, registers) stay. None if the numbers fit no grid.
+    """
     rows = saved.reshape(-1, saved.shape[-1]).float()
     side = math.isqrt(len(rows))
     extra, number = len(rows) - side * side, ours.shape[-2]

@@ -1,4 +1,4 @@
-"""Tokenizers: fetched when the first text is tokenised, with the ids of words kept, and checked."""
+"""Wraps tokenizers: one is fetched at its first text, one caches words, and one is checked."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("mclclip")
-MOST_WORDS = 2**16  # about 15 MB of them in a process
+MOST_WORDS = 2**16  # in the cache of `WordEncoder`: about 15 MB in a process
 PROBES = ("", "A photo of 2 dogs: the quick brown fox jumps over the lazy dog. " * 200)
-"""Texts that a tokenizer beside a model is tried with: none, and more than any context."""
+"""Texts on which a stranger's tokenizer is tried: an empty one, and one longer than any context."""
 
 
 class LazyTokenizer:
-    """A tokenizer that is made by `make` at its first use; encoding images does not need it.
+    """A tokenizer that `make` fetches at its first use, so that encoding images never needs it.
 
-    `make` raises an error of one line where the tokenizer cannot be fetched. Pickling, such as for
-    a loader worker, makes the tokenizer first.
+    `make` raises an error of one line if that fails. Pickling, for example for a loader worker,
+    fetches the tokenizer first.
     """
 
     def __init__(self, make: Callable[[], Any], context_length: int) -> None:
-        self._make, self._made = make, None
+        self._make, self._tokenizer = make, None
         self.context_length = context_length
 
     def fetch(self) -> Any:
-        """The tokenizer itself; raises FileNotFoundError or ValueError where there is none."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        """Returns the tokenizer itself; raises FileNotFoundError or ValueError if that fails."""
+        if self._tokenizer is None:
+            self._tokenizer = self._make()
+        return self._tokenizer
 
     def __call__(self, texts: str | list[str], context_length: int | None = None) -> Tensor:
         """N strings -> int64 [N, context]."""
@@ -40,37 +40,36 @@ class LazyTokenizer:
         return tokens
 
     def save_pretrained(self, directory: str) -> None:
-        """Writes the tokenizer's files into ``directory``; warns where it cannot be fetched."""
+        """Writes the tokenizer's files into ``directory``, or warns that it cannot be fetched."""
         try:
             tokenizer = self.fetch()
         except FileNotFoundError as error:
             log.warning("%s has no tokenizer: %s", directory, error)
-            return  # a later user of the export fetches it by its name
+            return  # whoever uses the export fetches the tokenizer by its name
         tokenizer.save_pretrained(directory)
 
     def __deepcopy__(self, memo: Any) -> LazyTokenizer:
         return self  # a tokenizer has no state that changes
 
     def __getstate__(self) -> dict[str, Any]:
-        self.fetch()
-        return {"_made": self._made, "_make": None, "context_length": self.context_length}
+        tokenizer = self.fetch()
+        return {"_tokenizer": tokenizer, "_make": None, "context_length": self.context_length}
 
 
 def fetch_tokenizer(tokenizer: Any) -> Any:
-    """Returns the tokenizer itself, fetched now if it was not, so that a failure shows at once.
+    """Fetches a `LazyTokenizer` and returns the tokenizer itself; returns others unchanged.
 
-    Raises FileNotFoundError or ValueError where it cannot be fetched.
+    Raises FileNotFoundError or ValueError if that fails.
     """
     return tokenizer.fetch() if isinstance(tokenizer, LazyTokenizer) else tokenizer
 
 
 class WordEncoder:
-    """`encode` of open_clip's SimpleTokenizer, which keeps the ids of words: the same ids in a
-    sixth of the time. It takes the place of the ``tokenizer``'s own.
+    """Replaces `encode` of open_clip's SimpleTokenizer: the same ids, in a sixth of the time.
 
-    ``clean`` is the tokenizer's cleaning. With "lower", printable ASCII without html's entities
-    has nothing that ftfy mends: cleaning then only joins its words by single spaces and lowers
-    them.
+    It caches the ids of words. ``clean`` is the tokenizer's option: with "lower", printable ASCII
+    without HTML entities needs no repair by ftfy, and its words are only joined by single spaces
+    and turned into lower case.
     """
 
     def __init__(self, tokenizer: Any, clean: str) -> None:
@@ -79,7 +78,7 @@ class WordEncoder:
         tokenizer.encode = self
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text, without those of its start and its end."""
+        """Returns the ids of a text, without those of its start and its end."""
         if self._lowers and text.isascii() and text.isprintable() and "&" not in text:
             text = " ".join(text.split()).lower()
         else:
@@ -105,10 +104,11 @@ class WordEncoder:
 def tokens_of(
     tokenize: Callable[[], Any], num_texts: int, context_length: int, vocabulary: int, where: str
 ) -> Any:
-    """The tokens [num_texts, context_length] that ``tokenize`` makes by a stranger's tokenizer.
+    """Calls ``tokenize``, which uses a stranger's tokenizer, and checks its tokens.
 
-    Raises ValueError, one line, where it fails, or its tokens have another shape or ids outside of
-    the ``vocabulary`` of the text tower, which would end in an index error.
+    Raises ValueError, one line, if it fails, or if its tokens have another shape than [num_texts,
+    context_length] or ids beyond the ``vocabulary`` of the text tower, which would end in an index
+    error. ``where`` names the tokenizer in messages, for example "in FOLDER".
     """
     try:
         tokens = tokenize()
@@ -120,15 +120,12 @@ def tokens_of(
         raise ValueError(
             f"the tokenizer {where} fails on a text ({files.printable(reason)[:300]})"
         ) from error
+    problem = ""
     if tuple(tokens.shape) != (num_texts, context_length):
-        raise ValueError(
-            f"the tokenizer {where} makes tokens of shape {list(tokens.shape)}, wanted "
-            f"{[num_texts, context_length]}: it is of another model"
-        )
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise ValueError(
-            f"the tokenizer {where} makes ids from {int(tokens.min()):,} to "
-            f"{int(tokens.max()):,}, the text tower knows those below {vocabulary:,}: it is of "
-            "another model"
-        )
+        problem = f"tokens of shape {list(tokens.shape)}, wanted {[num_texts, context_length]}"
+    elif tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        ids = f"ids from {int(tokens.min()):,} to {int(tokens.max()):,}"
+        problem = f"{ids}, the text tower knows those below {vocabulary:,}"
+    if problem:
+        raise ValueError(f"the tokenizer {where} makes {problem}: it is of another model")
     return tokens

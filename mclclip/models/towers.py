@@ -1,9 +1,9 @@
 """Layouts of towers: the names of their parts, and how to run a part of an image tower.
 
-Freezing, layer-wise decay, adapters and the trunk/tail split all use one table of names, a
-`TowerLayout`. This file has those of open_clip's own image towers and of text towers; those of
-timm's and torchvision's are in `backbones`. At the end the context of a text tower is stretched.
-Nothing here imports open_clip or timm.
+Freezing, layer-wise decay, adapters and the split into trunk and tail all use one table of names, a
+`TowerLayout`. This file makes the layouts of open_clip's own image towers and of text towers;
+`backbones` makes those of timm and torchvision. The last section stretches the context of a text
+tower. This file imports neither open_clip nor timm.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
-"""A part of a tower's pass: hidden values in, hidden values out."""
+"""Runs a part of a tower: hidden values -> hidden values."""
 Names = tuple[str, ...]
 MemoryFormat = Literal["contiguous", "channels_last"]
 """How images and hidden values [B, C, H, W] of a tower lie in memory: channel by channel, or all
@@ -25,12 +25,13 @@ channels of a position side by side."""
 
 @dataclass(frozen=True)
 class TowerLayout:
-    """The names of a tower's parts, relative to the tower.
+    """The names of a tower's submodules and parameters, by the part that they belong to.
 
-    A name is a submodule or a parameter. `embedding` lies before the first block; it is empty for
-    open_clip's ResNet, whose stem is its first block. A block may consist of several modules, such
-    as a downsampling convolution and the residual block after it. `norm` is the final norm, and
-    `projection` everything else after the last block: poolings with weights and projections.
+    embedding   before the first block; empty for open_clip's ResNet, whose stem is its first block
+    blocks      of each block one or more modules, for example a downsampling convolution and the
+                residual block after it
+    norm        the final norm
+    projection  everything else after the last block: poolings with weights, and projections
     """
 
     embedding: Names
@@ -39,9 +40,9 @@ class TowerLayout:
     projection: Names
 
     def check_number(self, number: int, option: str, tower: str, others: str = "") -> None:
-        """Raises ValueError where an option names more blocks than there are, or fewer than 0.
+        """Raises ValueError if an option's `number` of blocks is below 0 or above the tower's.
 
-        `others`: its other values, which end the message.
+        `tower` is "image" or "text"; `others` ends the message, for example ", or 'all'".
         """
         most = len(self.blocks)
         if not 0 <= number <= most:
@@ -52,13 +53,13 @@ class TowerLayout:
             )
 
     def trunk(self, num_blocks: int) -> Names:
-        """Names in the first `num_blocks` blocks; with any block comes the embedding."""
+        """Returns the names in the embedding and the first `num_blocks` blocks; none for 0."""
         if num_blocks == 0:
             return ()
         return self.embedding + tuple(name for block in self.blocks[:num_blocks] for name in block)
 
     def last(self, count: int | Literal["all"], option: str, tower: str) -> Names:
-        """Names in the last `count` blocks.
+        """Returns the names in the last `count` blocks.
 
         Raises ValueError, which names the `option` and the `tower`, for more than there are.
         """
@@ -68,9 +69,9 @@ class TowerLayout:
         return tuple(name for block in blocks for name in block)
 
     def layers_above(self, name: str) -> int:
-        """Number of layers above the tensor `name`, as layer-wise decay counts them.
+        """Returns how many layers lie above the tensor `name`, for layer-wise decay.
 
-        0 after the blocks, 1 for the last block, one more than there are blocks for the embedding.
+        It is 0 after the blocks, 1 in the last block, and number of blocks + 1 in the embedding.
         """
         for number, block in enumerate((self.embedding, *self.blocks)):
             if belongs(name, block):
@@ -78,14 +79,17 @@ class TowerLayout:
         return 0
 
     def count_without(self, names: Iterable[str]) -> int:
-        """Number of blocks of the longest trunk that contains none of the tensors `names`."""
+        """Returns how many first blocks hold none of the tensors `names`.
+
+        It is 0 if the embedding holds one.
+        """
         layers = [len(self.blocks) + 1 - self.layers_above(name) for name in names]
         return min([len(self.blocks), *(max(layer - 1, 0) for layer in layers)])
 
     def block_modules(self, tower: nn.Module) -> list[nn.Module]:
-        """The modules with parameters that the blocks consist of, in order.
+        """Returns the modules of the blocks that have parameters, in order.
 
-        Of open_clip's ResNet, whose stem is no module of its own, they are the four layers.
+        For open_clip's ResNet, whose stem is no module of its own, these are the four layers.
         """
         names = [name for block in self.blocks for name in block]
         if not self.embedding:
@@ -99,11 +103,11 @@ class ImageLayout(TowerLayout):
     """The layout of an image tower, which can also run a part of the tower.
 
     finish      (tower, output of the last block, project) -> features [B, D]
-    pooled_dim  width of the features before the projection; None where there are none
+    pooled_dim  width of the features before the projection; None if there are none
     after       modules between the last block and the pooling
-    start       (tower, images) -> input of the first block, and what depends on these images and is
-                passed to `steps`; None: the modules of `embedding`, one after the other
-    steps       (tower, what `start` gave or None) -> the blocks; None: their modules
+    start       (tower, images) -> (input of the first block, extra); `extra` depends on the images
+                and goes to `steps`. None: run the modules of `embedding`, one after the other
+    steps       (tower, extra or None) -> functions that run one block each. None: run the modules
     """
 
     finish: Callable[[Any, Tensor, bool], Tensor]
@@ -113,7 +117,7 @@ class ImageLayout(TowerLayout):
     steps: Callable[[Any, Any], Sequence[Step]] | None = None
 
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
-        """[B, 3, H, W] -> input of block `num_blocks`; for 0 the images themselves."""
+        """Runs the first `num_blocks` blocks on images [B, 3, H, W]; for 0 returns the images."""
         self.check_number(num_blocks, "num_trunk_blocks", "image")
         if num_blocks == 0:
             return images
@@ -130,11 +134,12 @@ class ImageLayout(TowerLayout):
         project: bool = True,
         recompute: bool = False,
     ) -> Tensor:
-        """Output of `run_trunk` with the same `num_blocks` -> features [B, D], not unit length.
+        """Runs everything after the first `num_blocks` blocks on the output of `run_trunk`.
 
-        `recompute`: the blocks run again in the backward pass instead of keeping activations.
-        With `project=False` the pooled features before the projection; ValueError for a tower whose
-        attention pool is its projection.
+        Returns features [B, D], not of unit length; with `project=False` the pooled features before
+        the projection. With `recompute` the blocks run again in the backward pass instead of
+        keeping activations. Raises ValueError for features before the projection if the attention
+        pool is the projection.
         """
         self.check_number(num_blocks, "num_trunk_blocks", "image")
         if not project and self.pooled_dim is None:
@@ -142,7 +147,7 @@ class ImageLayout(TowerLayout):
                 "the image tower's attention pool is its projection, so it has no features before "
                 "its projection: embed 'projected'"
             )
-        if num_blocks == 0:  # hidden is the images
+        if num_blocks == 0:  # then `hidden` holds the images
             hidden, steps = self._begin(tower, hidden)
         else:
             steps = self._steps(tower, None)
@@ -151,30 +156,30 @@ class ImageLayout(TowerLayout):
                 hidden = checkpoint(step, hidden, use_reentrant=False)
             else:
                 hidden = step(hidden)
-        return self.finish(tower, _in_turn(tower, self.after, hidden), project)
+        return self.finish(tower, _run_in_turn(tower, self.after, hidden), project)
 
     def _begin(self, tower: nn.Module, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         if self.start is None:
-            return _in_turn(tower, self.embedding, images), self._steps(tower, None)
+            return _run_in_turn(tower, self.embedding, images), self._steps(tower, None)
         hidden, extra = self.start(tower, images)
         return hidden, self._steps(tower, extra)
 
     def _steps(self, tower: nn.Module, extra: Any) -> Sequence[Step]:
         if self.steps is not None:
             return self.steps(tower, extra)
-        return [partial(_in_turn, tower, block) for block in self.blocks]
+        return [partial(_run_in_turn, tower, block) for block in self.blocks]
 
 
-def _in_turn(tower: nn.Module, names: Names, hidden: Tensor) -> Tensor:
+def _run_in_turn(tower: nn.Module, names: Names, hidden: Tensor) -> Tensor:
     for name in names:
         hidden = tower.get_submodule(name)(hidden)
     return hidden
 
 
 def layout_or_reason(tower: nn.Module, make: Callable[[Any], ImageLayout]) -> ImageLayout | str:
-    """The layout that `make` gives, or the reason why the image tower cannot be split or locked.
+    """Returns the layout that `make` builds, or why the image tower cannot be split or locked.
 
-    A layout that has no block or lacks a tensor of the tower is none.
+    A layout without blocks, or without some tensor of the tower, is refused too.
     """
     try:
         layout = make(tower)
@@ -191,38 +196,42 @@ def layout_or_reason(tower: nn.Module, make: Callable[[Any], ImageLayout]) -> Im
 
 
 def choose_memory_format(tower: nn.Module) -> MemoryFormat:
-    """Channels-last for a tower of convolutions, whose kernels then copy less.
+    """Chooses channels-last for a tower of convolutions, whose kernels then copy less.
 
-    A transformer has one convolution, which cuts patches, and gains nothing.
+    A transformer gains nothing: its only convolution cuts the patches.
     """
     convolutions = sum(isinstance(module, nn.Conv2d) for module in tower.modules())
     return "channels_last" if convolutions > 1 else "contiguous"
 
 
 def arrange(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:
-    """The same values in ``memory_format``, where they are [B, C, H, W]; copied where they lie in
-    another one. Weights stay as they are: convolutions follow their input."""
+    """Returns images or hidden values [B, C, H, W] in ``memory_format``, copied if necessary.
+
+    Values of other shapes are returned unchanged. Weights need no change, since convolutions take
+    the format of their input.
+    """
     if memory_format == "channels_last" and hidden.dim() == 4:
         return hidden.contiguous(memory_format=torch.channels_last)
     return hidden
 
 
 def belongs(name: str, parts: Names) -> bool:
-    """Returns True if the tensor `name` is one of `parts` or lies below one."""
+    """Returns True if the tensor `name` is one of `parts` or lies in one of these modules."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def number_blocks(tower: nn.Module, name: str) -> tuple[Names, ...]:
-    """Every module in the submodule `name` as one block."""
+    """Returns the modules directly inside the submodule `name`, each as one block."""
     return tuple((f"{name}.{child}",) for child, _ in tower.get_submodule(name).named_children())
 
 
 def present(tower: nn.Module, *names: str) -> Names:
+    """Returns those of the names that the tower has, and that are not None."""
     return tuple(name for name in names if getattr(tower, name, None) is not None)
 
 
 def pair(size: Any) -> tuple[int, int]:
-    """Height and width of a size that may be one number."""
+    """Returns height and width of a size, which may be one number for both."""
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)
 
 
@@ -230,29 +239,29 @@ def pair(size: Any) -> tuple[int, int]:
 
 
 def vision_transformer_layout(tower: Any) -> ImageLayout:
-    """The layout of open_clip's `VisionTransformer`."""
-
-    def finish(tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        pooled: Tensor = tower._pool(hidden)[0]
-        return pooled if tower.proj is None or not project else pooled @ tower.proj
-
+    """Returns the layout of open_clip's `VisionTransformer`."""
     embedding = ("conv1", "class_embedding", "positional_embedding", "patch_dropout", "ln_pre")
     return ImageLayout(
         embedding=present(tower, *embedding),
         blocks=number_blocks(tower, "transformer.resblocks"),
         norm=("ln_post",),
         projection=present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
-        finish=finish,
+        finish=_finish_vision_transformer,
         pooled_dim=int(tower.ln_post.normalized_shape[0]),
         start=lambda tower, images: (tower._embeds(images), None),
     )
 
 
-def resnet_layout(tower: nn.Module) -> ImageLayout:
-    """The layout of open_clip's `ModifiedResNet`: its stem, then every residual block.
+def _finish_vision_transformer(tower: Any, hidden: Tensor, project: bool) -> Tensor:
+    pooled: Tensor = tower._pool(hidden)[0]
+    return pooled if tower.proj is None or not project else pooled @ tower.proj
 
-    `norm` is empty: a ResNet has no final norm, its batch norms belong to their blocks. The
-    attention pool is the projection.
+
+def resnet_layout(tower: nn.Module) -> ImageLayout:
+    """Returns the layout of open_clip's `ModifiedResNet`, whose blocks are the stem and every
+    residual block.
+
+    `norm` is empty, since batch norms belong to their blocks. The attention pool is the projection.
     """
     stem = present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
     residual = tuple(block for i in range(1, 5) for block in number_blocks(tower, f"layer{i}"))
@@ -270,10 +279,10 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
 
 
 def text_layout(tower: nn.Module) -> TowerLayout:
-    """RunPaths of a text tower: `CLIP` itself, or the `text` of `CustomTextCLIP`.
+    """Returns the layout of a text tower: open_clip's own transformer, or one of Hugging Face.
 
-    The tower is open_clip's own transformer or one of Hugging Face. Raises ValueError where no
-    blocks are found.
+    `tower` is a `CLIP` itself, or the `text` of a `CustomTextCLIP`. Raises ValueError if no blocks
+    are found.
     """
     transformer = getattr(tower, "transformer", None)
     if getattr(transformer, "resblocks", None) is not None:
@@ -310,22 +319,22 @@ def text_layout(tower: nn.Module) -> TowerLayout:
 # --- a longer context ------------------------------------------------------------------------
 
 # Zhang et al., "Long-CLIP: Unlocking the Long-Text Capability of CLIP" (2024), section 3.1.
-# Captions of CLIP's training are short, so its first 20 positions are trained well and stay as they
+# Captions in CLIP's training are short, so its first 20 positions are trained well and stay as they
 # are; the others are stretched to four times as many by linear interpolation. A context of 77
 # tokens becomes 248. In a causal tower no token sees those after it, so a text that ends within 20
 # tokens keeps its features. A tower without a causal mask sees the padding too, and its features
 # change.
-_KEPT, _RATIO = 20, 4
-_LONGEST = 248  # of 77 tokens: a context that was stretched already is not stretched again
-_CONTEXT = 77  # open_clip's context where a config names none
+_UNCHANGED, _RATIO = 20, 4
+_LONGEST = 248  # what 77 tokens become; more means that a context was stretched before
+_CONTEXT = 77  # open_clip's default
 
 
 def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Model config whose text tower has a context of 20 + 4 (L - 20) tokens in the place of L.
+    """Returns the model config with a context of 20 + 4 (L - 20) tokens in the place of L.
 
     Raises ValueError for a model without a text tower, for a text tower of Hugging Face or with a
-    class token (``embed_cls``), and for a context of 20 tokens or less or of more than 77, which a
-    stretched one has.
+    class token (``embed_cls``), and for a context of 20 tokens or less, or of more than 77, since
+    that was stretched before.
     """
     text = dict(model_cfg.get("text_cfg") or {})
     length, reason = text.get("context_length", _CONTEXT), ""
@@ -335,40 +344,41 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
         reason = f"the text tower is {text['hf_model_name']} of Hugging Face"
     elif text.get("embed_cls"):
         reason = "the text tower has a class token after the text (embed_cls)"
-    elif length <= _KEPT:
-        reason = f"the text tower has a context of {length} tokens, wanted more than {_KEPT}"
-    elif (longer := _KEPT + _RATIO * (length - _KEPT)) > _LONGEST:
+    elif length <= _UNCHANGED:
+        reason = f"the text tower has a context of {length} tokens, wanted more than {_UNCHANGED}"
+    elif (longer := _UNCHANGED + _RATIO * (length - _UNCHANGED)) > _LONGEST:
         reason = (
             f"the context of {length} tokens would become {longer}, wanted {_LONGEST} at most (it "
             "may have been stretched before)"
         )
     if reason:
         raise ValueError(
-            f"long_context=true stretches the positions after the first {_KEPT} of open_clip's own "
-            f"text towers, and {reason}: set long_context=false, or take another model"
+            f"long_context=true stretches the positions after the first {_UNCHANGED} of "
+            f"open_clip's own text towers, and {reason}: set long_context=false, or take another "
+            "model"
         )
-    text["context_length"] = _KEPT + _RATIO * (length - _KEPT)
+    text["context_length"] = longer
     return {**model_cfg, "text_cfg": text}
 
 
 def stretch_positions(positions: Tensor) -> Tensor:
-    """Positional embeddings [L, D] -> [20 + 4 (L - 20), D].
+    """Stretches positional embeddings p [L, D] to [20 + 4 (L - 20), D].
 
-    Row 20 + 4 i + j is (1 - j/4) p_{20+i} + (j/4) p_{21+i}, j = 0 to 3. There is no row after the
-    last one, p_{L-1}, where p_{L-1} + (j/4) (p_{L-1} - p_{L-2}) goes on in a straight line.
+    For j = 0 to 3, row 20 + 4 i + j is (1 - j/4) p_{20+i} + (j/4) p_{21+i}. Behind the last
+    position p_{L-1} the line from p_{L-2} to p_{L-1} is continued.
     """
-    rows, steps = positions[_KEPT:], positions[_KEPT - 1 :].diff(dim=0)
+    rows, steps = positions[_UNCHANGED:], positions[_UNCHANGED - 1 :].diff(dim=0)
     steps = torch.cat([steps[1:], steps[-1:]])
     quarters = [rows + j / _RATIO * steps for j in range(_RATIO)]
-    return torch.cat([positions[:_KEPT], torch.stack(quarters, dim=1).flatten(0, 1)])
+    return torch.cat([positions[:_UNCHANGED], torch.stack(quarters, dim=1).flatten(0, 1)])
 
 
 def stretch(clip: Any) -> None:
     """Stretches the context of open_clip's module in place: positions, causal mask and lengths.
 
-    ``longer_config`` must have taken its config.
+    Call it only if ``longer_config`` accepted the module's config.
     """
-    tower = getattr(clip, "text", clip)  # of a CustomTextCLIP, or the CLIP itself
+    tower = getattr(clip, "text", clip)  # a CustomTextCLIP has `text`; a CLIP is its own tower
     tower.positional_embedding.data = stretch_positions(tower.positional_embedding.data)
     length = len(tower.positional_embedding)
     if tower.attn_mask is not None:

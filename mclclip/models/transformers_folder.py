@@ -1,8 +1,8 @@
 """Reads a folder of a CLIP or SigLIP model of Hugging Face transformers as an open_clip model.
 
-What is read is weights, tokenizer and preprocessing: the mapping that ``export --to hf`` writes,
-backwards. So such a model is evaluated, fine-tuned and exported as any other. Folders of
-transformers 4 (``preprocessor_config.json``) and 5 (``processor_config.json``) are read.
+It reads weights, tokenizer and preprocessing, and so reverses ``export --to hf``: such a model is
+evaluated, fine-tuned and exported like any other. Folders of transformers 4
+(``preprocessor_config.json``) and 5 (``processor_config.json``) are read.
 
 Models may come from strangers: only configurations of these two kinds are read, only safetensors,
 only fast tokenizers, which are data, and no code that comes with a model is run.
@@ -27,16 +27,16 @@ from mclclip.util.options import brief
 log = logging.getLogger("mclclip")
 
 PREFIX = "hf:"
-"""Begins the name of such a model: ``hf:FOLDER`` or ``hf:ORG/NAME`` on the hub."""
+"""Begins the name of a transformers model: ``hf:FOLDER``, or ``hf:ORG/NAME`` on the hub."""
 
 CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
-# Keys by which transformers takes kernels, quantizers or Python from elsewhere.
+# Keys that make transformers load kernels, quantizers or Python from elsewhere.
 _BRINGS_CODE = {
     "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
     "quantization_config", "per_layer_config", "kernel_config",
 }  # fmt: skip
 _FILES = ("*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json")
-# What transformers takes where a configuration leaves a field out.
+# transformers' defaults for fields that a configuration leaves out.
 _BLOCKS = {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _OF_CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 _OF_SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
@@ -64,8 +64,10 @@ _CLIPS_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def find(name: str) -> Path:
-    """The folder of a model; a name of the hub is downloaded, or found in the cache. Raises
-    FileNotFoundError where there is none, or it lacks a file."""
+    """Returns the folder of a model; one on the hub is downloaded unless it is in the cache.
+
+    Raises FileNotFoundError if there is no such folder, or it has no config.json.
+    """
     where = name.removeprefix(PREFIX)
     directory = Path(where)
     if not where or not directory.is_dir():
@@ -89,7 +91,7 @@ def find(name: str) -> Path:
 
 
 def digest(name: str) -> str:
-    """Digest of the files that decide what a model answers; one on the hub is downloaded for it."""
+    """Returns a digest of all files that a model's features depend on; may download them."""
     directory = find(name)
     paths = sorted({path for pattern in _FILES for path in directory.glob(pattern)})
     return files.digest_json([(path.name, files.digest_file(path)) for path in paths])
@@ -99,12 +101,12 @@ def digest(name: str) -> str:
 
 
 def read_config(directory: Path, clips_tokenizer: Any) -> dict[str, Any]:
-    """open_clip's configuration of the model in a folder: `model_cfg` and `preprocess_cfg`.
+    """Returns open_clip's configuration of the model in a folder: `model_cfg`, `preprocess_cfg`.
 
-    ``clips_tokenizer`` is CLIP's own tokenizer in open_clip: a model that has the same words takes
-    it, any other one the files of its folder. Raises FileNotFoundError where a file is missing, and
-    ValueError, which names what it found, for another architecture, what can bring code, sizes
-    beyond all models, and settings that open_clip has not.
+    ``clips_tokenizer`` is CLIP's own tokenizer in open_clip: a model with the same words uses it,
+    and any other the files of its folder. Raises FileNotFoundError if a file is missing, and
+    ValueError for another architecture, for what can bring code, for sizes that cannot be, and for
+    settings that open_clip does not have.
     """
     config = files.read_model_json(directory / CONFIG)
     kind = _check_config(config, directory)
@@ -129,7 +131,8 @@ def read_config(directory: Path, clips_tokenizer: Any) -> dict[str, Any]:
     else:
         if (vision["hidden_act"] == "quick_gelu") != (text["hidden_act"] == "quick_gelu"):
             raise ValueError(f"{where} has quick_gelu in one tower alone, which open_clip has not")
-        # Where the end of a text has not the largest id, as CLIP's has, it is looked for.
+        # open_clip takes the largest id for the end of a text, as in CLIP, unless it is told which
+        # id ends a text. (eos_token_id 2 is an error in old files of CLIP.)
         end = (
             {}
             if not tokenizer_cfg or text["eos_token_id"] == 2
@@ -151,20 +154,22 @@ def read_config(directory: Path, clips_tokenizer: Any) -> dict[str, Any]:
 
 
 def _check_config(config: object, directory: Path) -> str:
-    """The `model_type`. Raises ValueError for another one, what can bring code, and sizes."""
+    """Returns the `model_type` of a folder's configuration, "clip" or "siglip".
+
+    Raises ValueError for another type, keys that can bring code, and numbers that cannot be.
+    """
     where = str(directory / CONFIG)
-    if not isinstance(config, Mapping):
-        raise ValueError(f"{where} is no mapping: it is no model of transformers")
-    kind = config.get("model_type")
-    if kind == transformers_layout.JOINED_MODEL_TYPE:
-        raise ValueError(
-            f"{directory} is a joined encoder in transformers' layout, which is not read back: "
-            "give the folder that it was exported from, such as RUN/exports/concat_raw"
-        )
-    if kind not in _DEFAULTS:
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    if not isinstance(config, Mapping) or kind not in _DEFAULTS:
+        advice = "transformers' models of other architectures are not read"
+        if kind == transformers_layout.JOINED_MODEL_TYPE:
+            advice = (
+                "a joined encoder is not read back, give the folder that it was exported from, "
+                "such as RUN/exports/concat_raw"
+            )
         raise ValueError(
             f"model_type in {where} is {brief(kind)}, wanted one of {', '.join(_DEFAULTS)}: "
-            "transformers' models of other architectures are not read"
+            f"{advice}"
         )
     for name in ("vision_config", "text_config"):
         if not isinstance(config.get(name), Mapping):
@@ -186,7 +191,12 @@ def _check_config(config: object, directory: Path) -> str:
 
 
 def _part(config: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
-    """A tower's configuration with transformers' defaults; ``NAME_dict`` of older versions wins."""
+    """Returns a tower's configuration, with transformers' defaults for what it leaves out.
+
+    `name` is "vision_config" or "text_config". Older versions of transformers wrote another part,
+    for example "vision_config_dict", whose values come first. Raises ValueError for values of
+    another type than the defaults.
+    """
     older = config.get(f"{name}_dict")
     settings = {**config[name], **(older if isinstance(older, Mapping) else {})}
     part = _DEFAULTS[kind][name] | {
@@ -200,11 +210,12 @@ def _part(config: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
 
 
 def _blocks(part: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Fields of open_clip's blocks, which both towers have."""
+    """Returns open_clip's fields of a tower's blocks, which both towers have.
+
+    Raises ValueError for an activation that open_clip does not have.
+    """
     width, hidden = part["hidden_size"], part["intermediate_size"]
-    if width % part["num_attention_heads"]:
-        raise ValueError(f"{where} has {part['num_attention_heads']} heads for a width of {width}")
-    # A whole number of times the width, or a little more, since open_clip rounds down.
+    # The half keeps open_clip, which rounds width times ratio down, from losing one.
     ratio = hidden / width if hidden % width == 0 else (hidden + 0.5) / width
     fields = {"width": width, "layers": part["num_hidden_layers"], "mlp_ratio": ratio}
     activation, eps = part["hidden_act"], part["layer_norm_eps"]
@@ -216,8 +227,10 @@ def _blocks(part: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _timm_tower(vision: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The `vision_cfg` of the tower in timm with these sizes, of the same activation if there is
-    one; ValueError where there is none."""
+    """Returns the `vision_cfg` of timm's SigLIP tower with these sizes.
+
+    Of several, one with the same activation is preferred. Raises ValueError if there is none.
+    """
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "image_size", "patch_size")  # fmt: skip
     names = timm.list_models(f"vit_*_patch{vision['patch_size']}_siglip_{vision['image_size']}")
@@ -249,21 +262,22 @@ def _timm_tower(vision: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _preprocessing(directory: Path, image_size: int) -> dict[str, Any]:
-    """open_clip's settings of the folder's image processor. Raises ValueError for one whose
-    pictures open_clip cannot make."""
-    path = directory / PREPROCESSOR
+    """Translates the settings of a folder's image processor to open_clip's.
+
+    Raises FileNotFoundError if there is none, and ValueError if it treats pictures in a way that
+    open_clip cannot.
+    """
+    path, record = directory / PREPROCESSOR, None
     if path.is_file():
         record = files.read_model_json(path)
-    elif (path := directory / PROCESSOR).is_file():  # as transformers 5 saves all processors
+    elif (path := directory / PROCESSOR).is_file():  # transformers 5 saves all processors in one
         whole = files.read_model_json(path)
         record = whole.get("image_processor") if isinstance(whole, Mapping) else None
-    else:
-        raise FileNotFoundError(
-            f"{directory} has neither {PREPROCESSOR} nor {PROCESSOR}, which say how pictures are "
-            "made: save the processor there too (save_pretrained)"
-        )
     if not isinstance(record, Mapping):
-        raise ValueError(f"{path} describes no image processor: save it again (save_pretrained)")
+        raise FileNotFoundError(
+            f"neither {PREPROCESSOR} nor {PROCESSOR} in {directory} describes an image processor, "
+            "which says how pictures are resized and scaled: save it there (save_pretrained)"
+        )
     size, crop = _sides(record, "size", path), _sides(record, "crop_size", path)
     is_shortest = "shortest_edge" in size
     cuts = record.get("do_center_crop", is_shortest)
@@ -296,8 +310,11 @@ def _preprocessing(directory: Path, image_size: int) -> dict[str, Any]:
 
 
 def _sides(record: Mapping[str, Any], field: str, path: Path) -> dict[str, int]:
-    """The sides that a field names; a plain number, as older versions wrote it, is the shortest
-    edge of what is resized, and both sides of what is cut out."""
+    """Reads the sides in the field "size" or "crop_size", such as {"height": 224, "width": 224}.
+
+    Older versions wrote a plain number: in "size" it is the shortest edge after resizing, and in
+    "crop_size" both sides. Raises ValueError for sides that are no positive whole numbers.
+    """
     value = record.get(field)
     if value is None:
         return {}
@@ -314,31 +331,28 @@ def _sides(record: Mapping[str, Any], field: str, path: Path) -> dict[str, int]:
 
 
 def _tokenizer_cfg(directory: Path, clips: Any, text: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `text_cfg` about the tokenizer: none for CLIP's own."""
+    """Returns the fields of `text_cfg` about the tokenizer; none if its words are CLIP's (`clips`).
+
+    Raises ValueError if the folder has neither a fast tokenizer nor CLIP's words.
+    """
     path = directory / "tokenizer.json"
+    words: Any = None
+    merges: Any = None
     if path.is_file():
         model = files.read_model_json(path)
         model = model.get("model") if isinstance(model, Mapping) else None
-        words, merges = (
-            (model.get(key) for key in ("vocab", "merges"))
-            if isinstance(model, Mapping)
-            else (0, 0)
-        )
+        if isinstance(model, Mapping):
+            words, merges = model.get("vocab"), model.get("merges")
     elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
         words = files.read_model_json(directory / "vocab.json")
         lines = files.read_bounded(directory / "merges.txt", 1 << 26).decode(errors="replace")
         merges = [line for line in lines.splitlines() if line and not line.startswith("#version")]
-    else:
-        raise ValueError(
-            f"{directory} has neither tokenizer.json nor vocab.json with merges.txt: save the "
-            "model's fast tokenizer there (save_pretrained)"
-        )
-    if isinstance(words, Mapping) and _is_clips(words, merges, clips):
+    if isinstance(words, Mapping) and _has_words_of_clip(words, merges, clips):
         return {}
     if not path.is_file():
         raise ValueError(
-            f"{directory} has no tokenizer.json, and its words are not CLIP's: save the model's "
-            "fast tokenizer there (save_pretrained)"
+            f"{directory} has no tokenizer.json, and no vocab.json and merges.txt with CLIP's "
+            "words: save the model's fast tokenizer there (save_pretrained)"
         )
     record = (
         files.read_model_json(directory / config_check.TOKENIZER_CONFIG)
@@ -346,21 +360,23 @@ def _tokenizer_cfg(directory: Path, clips: Any, text: Mapping[str, Any]) -> dict
         else {}
     )
     kind = str(record.get("tokenizer_class")) if isinstance(record, Mapping) else ""
-    # transformers' slow class of SigLIP does to a text what its authors did; SigLIP 2 was trained
+    # transformers' slow tokenizer of SigLIP cleans texts as its authors did. SigLIP 2 was trained
     # on lower case, which Gemma's tokenizer leaves to the caller.
     clean = "whitespace"
     if kind.startswith("SiglipTokenizer"):
         clean = "canonicalize"
     elif kind.startswith(("Gemma", "Siglip2")):
         clean = "lower"
-    # The name under which open_clip looks for the files of a tokenizer beside a model.
+    # open_clip reads a tokenizer's files beside a model only if a name on the hub is given.
     name = "timm/ViT-B-16-SigLIP2" if text["vocab_size"] == 256_000 else "timm/ViT-B-16-SigLIP"
     return {"hf_tokenizer_name": name, "tokenizer_kwargs": {"clean": clean}}
 
 
-def _is_clips(words: Mapping[str, Any], merges: object, clips: Any) -> bool:
-    """Returns whether a vocabulary is that of CLIP's own tokenizer, in which the two words that
-    begin and end a text may have other names."""
+def _has_words_of_clip(words: Mapping[str, Any], merges: object, clips: Any) -> bool:
+    """Returns True if a vocabulary equals that of CLIP's own tokenizer `clips`.
+
+    The two last words, which begin and end a text, may have other names.
+    """
     if not isinstance(merges, list) or len(words) != len(clips.encoder):
         return False
     pairs = [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in merges]
@@ -374,7 +390,7 @@ def _is_clips(words: Mapping[str, Any], merges: object, clips: Any) -> bool:
 
 
 def check_weights(directory: Path) -> None:
-    """Raises ValueError for weights that are no safetensors in this folder, or an adapter's."""
+    """Raises ValueError if a folder has no safetensors, or those of an adapter."""
     weight_files = [*directory.glob("*.safetensors")]
     for path in weight_files:
         weights.check_header(path)
@@ -385,11 +401,14 @@ def check_weights(directory: Path) -> None:
         )
     if (directory / "adapter_config.json").exists():
         raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
-    _files_of_weights(directory)
+    _find_weights_files(directory)
 
 
-def _files_of_weights(directory: Path) -> list[Path]:
-    """The file of weights, or those that an index names, which lie in the folder."""
+def _find_weights_files(directory: Path) -> list[Path]:
+    """Returns a folder's file of weights, or those that its index names.
+
+    Raises ValueError if there are several and no index, or the index names files elsewhere.
+    """
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         alone = directory / "model.safetensors"
@@ -410,24 +429,19 @@ def _files_of_weights(directory: Path) -> list[Path]:
 
 
 def fill(clip: Any, directory: Path) -> None:
-    """Loads the weights of a folder into open_clip's module of its configuration. Raises ValueError
-    where they are not those of the model, or not finite."""
+    """Loads the weights of a folder into the module that open_clip built of its configuration.
+
+    Raises ValueError if they do not fit or are not finite.
+    """
     theirs: dict[str, Tensor] = {}
-    for path in _files_of_weights(directory):
+    for path in _find_weights_files(directory):
         theirs |= {name: tensor.float() for name, tensor in weights.read_tensors(path).items()}
-    state, table = clip.state_dict(), transformers_layout.CLIP
-    prefix = ""
+    state, table, prefix = clip.state_dict(), transformers_layout.CLIP, ""
     if hasattr(clip, "text"):  # SigLIP
-        theirs, table, prefix = (
-            transformers_layout.split_pool(theirs),
-            transformers_layout.SIGLIP,
-            "text.",
-        )
-    plain = {name.removeprefix(prefix): name for name in state}
-    try:
-        tensors = transformers_layout.rename_back(
-            {name: state[full] for name, full in plain.items()}, theirs, table
-        )
-    except ValueError as error:
-        raise ValueError(f"{error}: {directory} is damaged, or of another model") from None
-    weights.fill(clip, {plain[name]: tensor for name, tensor in tensors.items()}, f"in {directory}")
+        theirs = transformers_layout.split_pool(theirs)
+        table, prefix = transformers_layout.SIGLIP, "text."
+    full_names = {name.removeprefix(prefix): name for name in state}
+    ours = {name: state[full] for name, full in full_names.items()}
+    tensors = transformers_layout.rename_back(ours, theirs, table)
+    tensors = {full_names[name]: tensor for name, tensor in tensors.items()}
+    weights.fill(clip, tensors, f"in {directory}")

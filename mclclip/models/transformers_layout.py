@@ -1,9 +1,9 @@
-"""The names of tensors in Hugging Face transformers' CLIP and SigLIP and in open_clip's: one table
-each, which exports use in one direction and the reader of folders in the other.
+"""Tables of tensors' names in open_clip and in transformers, one for CLIP and one for SigLIP.
 
-A plain ViT is a `CLIPModel`, open_clip's SigLIP (timm's ViT with an attention pool) a
-`SiglipModel`. Names are those of transformers' version 4, which version 5 reads and writes too: the
-image tower's begin with ``vision_model.``, by which other libraries find them.
+Exports use them in one direction, and the reader of transformers' folders in the other. A plain ViT
+becomes a `CLIPModel`, open_clip's SigLIP (timm's ViT with an attention pool) a `SiglipModel`. Names
+are those of transformers' version 4, which version 5 reads and writes too: the image tower's begin
+with ``vision_model.``, by which other libraries find them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Changed:
-    """A tensor that has another form in the other library: its name there, the change on the way
-    there, and the change on the way back."""
+    """A tensor that has another form in the other library.
+
+    to     its name in the other library
+    there  open_clip's tensor -> the other library's
+    back   the other library's tensor -> open_clip's
+    """
 
     to: str
     there: Callable[[Tensor], Tensor]
@@ -32,37 +36,42 @@ class Changed:
 
 
 JOINED_MODEL_TYPE = "mclclip_stages"
-"""In the configuration of a joined encoder."""
+"""The ``model_type`` in the config.json of an exported joined encoder."""
 
 Table = Mapping[str, str | Changed | None]
-"""Name of a tensor, or of the module of a weight and a bias -> its name in another library.
+"""Maps names of open_clip to names of another library.
 
-N stands for the number of a block, and `QKV` for three tensors, each a third of the rows. None
-leaves a tensor out, which is a constant."""
-
-
-def transposed(to: str) -> Changed:
-    """[A, B] -> [B, A]: open_clip multiplies by its projections from the right."""
-
-    def turn(tensor: Tensor) -> Tensor:
-        return tensor.T.contiguous()
-
-    return Changed(to, turn, turn)
+A name is that of a tensor, or of a module that has a weight and a bias. N stands for the number of
+a block, and `QKV` for q, k and v, three tensors that each have a third of the rows. None leaves
+out a constant.
+"""
 
 
-def _reshaped(name: str, *shape: int) -> Changed:
-    """A number that has another shape there; the loader of weights takes any."""
-    return Changed(name, lambda tensor: tensor.reshape(shape), lambda tensor: tensor)
+def transpose(to: str) -> Changed:
+    """Returns the entry of a projection [A, B], which the other library stores as [B, A]."""
+    return Changed(to, _turn, _turn)
 
 
-# Parts of a transformer's block, in one order, as every library calls them.
+def _turn(tensor: Tensor) -> Tensor:
+    return tensor.T.contiguous()
+
+
+def _reshape(to: str, *shape: int) -> Changed:
+    """Returns the entry of a single number that has this shape in the other library."""
+    return Changed(to, lambda tensor: tensor.reshape(shape), lambda tensor: tensor)
+
+
+# The parts of a transformer's block, in one order, by the names of each library.
 OPEN_CLIP = ("ln_1", "ln_2", "attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj")
 TIMM = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 _HF = tuple("layer_norm1 layer_norm2 self_attn.QKV_proj self_attn.out_proj mlp.fc1 mlp.fc2".split())
 
 
 def blocks(ours: str, parts: Sequence[str], to: str, others: Sequence[str]) -> dict[str, str]:
-    """The entries of a table for the blocks below `ours`, which lie below `to` there."""
+    """Returns a table's entries for blocks that lie below `ours` here and below `to` there.
+
+    `parts` are the names of a block's parts here, and `others` those there, in the same order.
+    """
     pairs = zip(parts, others, strict=True)
     return {f"{ours}.N.{part}": f"{to}.N.{other}" for part, other in pairs}
 
@@ -76,14 +85,14 @@ _TEXT: Table = {
 }
 CLIP: Table = {
     **_TEXT,
-    "text_projection": transposed("text_projection.weight"),
+    "text_projection": transpose("text_projection.weight"),
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
     "visual.ln_pre": "vision_model.pre_layrnorm",
     "visual.ln_post": "vision_model.post_layernorm",
-    "visual.proj": transposed("visual_projection.weight"),
-    "logit_scale": _reshaped("logit_scale"),
+    "visual.proj": transpose("visual_projection.weight"),
+    "logit_scale": _reshape("logit_scale"),
     **blocks("visual.transformer.resblocks", OPEN_CLIP, "vision_model.encoder.layers", _HF),
 }
 _POSITIONS = "text_model.embeddings.position_embedding.weight"
@@ -106,8 +115,8 @@ SIGLIP: Table = {
     "visual.trunk.attn_pool.norm": "vision_model.head.layernorm",
     "visual.trunk.attn_pool.mlp.fc1": "vision_model.head.mlp.fc1",
     "visual.trunk.attn_pool.mlp.fc2": "vision_model.head.mlp.fc2",
-    "logit_scale": _reshaped("logit_scale", 1),
-    "logit_bias": _reshaped("logit_bias", 1),
+    "logit_scale": _reshape("logit_scale", 1),
+    "logit_bias": _reshape("logit_bias", 1),
     **blocks("visual.trunk.blocks", TIMM, "vision_model.encoder.layers", _HF),
 }
 
@@ -115,16 +124,17 @@ SIGLIP: Table = {
 def rename_tensors(
     ours: Mapping[str, Tensor], table: Table, what: str, advice: str
 ) -> dict[str, Tensor]:
-    """The tensors `ours` of a model under the names that `table` gives them.
+    """Returns the tensors `ours` of a model under the names that `table` gives them.
 
-    Raises ValueError, one line that names the model `what` and ends with `advice`, for a tensor
-    that is not in the table, and where there is none for an entry that is of no block.
+    Raises ValueError for a tensor that is not in the table, and if the model lacks a tensor of the
+    table outside of blocks. The message names the other model `what`, for example "transformers'
+    CLIPModel", and ends with `advice`.
     """
     tensors: dict[str, Tensor] = {}
     lacking = {key: entry for key, entry in table.items() if entry and ".N." not in key}
     for name, tensor in ours.items():
         try:
-            key, entry, places = _places(name, table)
+            key, entry, places = _find_places(name, table)
         except KeyError:
             raise ValueError(f"the model's tensor {name} has no place in {what}{advice}") from None
         lacking.pop(key, None)
@@ -143,14 +153,14 @@ def rename_tensors(
 def rename_back(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], table: Table
 ) -> dict[str, Tensor]:
-    """The tensors `theirs` of the other library under a model's names, which reverses
-    `rename_tensors`. `ours` has the model's tensors: their names count, and constants are taken.
+    """Reverses `rename_tensors`: returns the other library's tensors under a model's names.
 
-    Raises ValueError, one line, where the others lack a tensor or have more than the model.
+    `ours` has the model's tensors: only their names are read, and the constants, which the other
+    library lacks. Raises ValueError if `theirs` lack a tensor or have more than the model.
     """
     tensors, rest = {}, {name for name in theirs if not name.endswith("position_ids")}
     for name, tensor in ours.items():
-        _, entry, places = _places(name, table)
+        _, entry, places = _find_places(name, table)
         if missing := [place for place in places if place not in theirs]:
             raise ValueError(f"the weights have no {missing[0]}, which the configuration describes")
         rest -= {*places}
@@ -168,9 +178,12 @@ def rename_back(
     return tensors
 
 
-def _places(name: str, table: Table) -> tuple[str, str | Changed | None, list[str]]:
-    """Finds a model's tensor in the other library: the key and the entry of the table, and the
-    names there: none for a constant, three for queries, keys and values. Raises KeyError."""
+def _find_places(name: str, table: Table) -> tuple[str, str | Changed | None, list[str]]:
+    """Finds a model's tensor in a table; returns the table's key and entry, and the names there.
+
+    These are none for a constant, and three for queries, keys and values in one tensor. Raises
+    KeyError for a tensor that is not in the table.
+    """
     key, ending = re.sub(r"(?<=\.)\d+(?=\.)", "N", name), ""
     if key not in table and (module := re.fullmatch(r"(.+)[._](weight|bias)", key)):
         key, ending = module[1], f".{module[2]}"
@@ -185,7 +198,7 @@ def _places(name: str, table: Table) -> tuple[str, str | Changed | None, list[st
 
 
 def state(model: Any) -> dict[str, Tensor]:
-    """The tensors of an export of the model, in fp32."""
+    """Returns the tensors that an export of the model holds, in fp32."""
     return {name: t.detach().float() for name, t in model.exported.state_dict().items()}
 
 
@@ -193,9 +206,9 @@ def state(model: Any) -> dict[str, Tensor]:
 
 
 def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and the tensors of a plain ViT with its text tower as a `CLIPModel`.
+    """Converts a plain ViT with its text tower to a `CLIPModel`: its `config.json`, its tensors.
 
-    Raises ValueError for a model that it has no place for, as of timm's towers and ResNets.
+    Raises ValueError for a model that `CLIPModel` cannot hold, such as timm's towers and ResNets.
     """
     tensors_here, what = state(model), "transformers' CLIPModel"
     if "logit_bias" in tensors_here:
@@ -234,15 +247,16 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def is_siglip(model: Model) -> bool:
-    """Returns whether a model is of SigLIP's kind: a timm ViT with an attention pool."""
+    """Returns True if a model is built like SigLIP: its image tower is timm's, with an attention
+    pool."""
     vision = model.config["model_cfg"]["vision_cfg"]
     return bool(vision.get("timm_model_name")) and vision.get("timm_pool") == "map"
 
 
 def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and the tensors of a model of SigLIP's kind as a `SiglipModel`.
+    """Converts a model built like SigLIP to a `SiglipModel`: its `config.json`, its tensors.
 
-    Raises ValueError, which says what to set, for one that is built otherwise.
+    Raises ValueError, which says what to set, for a model that differs in some part.
     """
     what, text_cfg = "transformers' SiglipModel", model.config["model_cfg"]["text_cfg"]
     expected = {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
@@ -253,7 +267,7 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"the text tower is not built as SigLIP's, which {what} holds: set {settings} in "
             "text_cfg of the model's configuration, and train it so; --to onnx holds it as it is"
         )
-    # Without custom_text the tensors of the text tower lie in the model itself.
+    # Without custom_text, names of the text tower have no prefix.
     tensors_here = {name.removeprefix("text."): tensor for name, tensor in state(model).items()}
     if "logit_bias" not in tensors_here:
         raise ValueError(
@@ -262,9 +276,6 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     only = "a plain ViT with an attention pool and a text tower whose projection has a bias"
     tensors = rename_tensors(tensors_here, SIGLIP, what, f", which holds {only}")
-    pool = {f"{_POOL}.{part}.{kind}" for part in ("q", "kv") for kind in ("weight", "bias")}
-    if not pool <= tensors.keys():
-        raise ValueError(f"the model has no attention pool with biases, as {what} has")
     for kind in ("weight", "bias"):
         parts = [tensors.pop(f"{_POOL}.{part}.{kind}") for part in ("q", "kv")]
         tensors[f"{_POOL}_{kind}"] = torch.cat(parts)
@@ -286,14 +297,14 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def describe_siglip_tower(trunk: Any) -> dict[str, Any]:
-    """The fields of a `SiglipVisionConfig` of timm's tower, which may have no values."""
+    """Returns the fields of a `SiglipVisionConfig` for timm's tower, which may be on "meta"."""
     patch = trunk.patch_embed
     sizes = {"image_size": patch.img_size[0], "patch_size": patch.patch_size[0]}
     return _tower("siglip_vision_model", trunk.blocks) | sizes
 
 
 def split_pool(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a `SiglipModel` with the parts of its attention pool as `SIGLIP` names them."""
+    """Splits the attention pool in a `SiglipModel`'s tensors into the parts that `SIGLIP` names."""
     parts = dict(tensors)
     for kind in ("weight", "bias"):
         if (joined := parts.pop(f"{_POOL}_{kind}", None)) is not None and len(joined) % 3 == 0:
@@ -303,7 +314,7 @@ def split_pool(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tower(kind: str, blocks: Any) -> dict[str, Any]:
-    """Fields of the configuration of a tower with these blocks, which are open_clip's or timm's."""
+    """Returns the configuration of a tower with these blocks, which are open_clip's or timm's."""
     block = blocks[0]
     if hasattr(block.mlp, "fc1"):
         hidden, activation, norm = block.mlp.fc1, block.mlp.act, block.norm1
@@ -326,7 +337,7 @@ def _tower(kind: str, blocks: Any) -> dict[str, Any]:
 
 
 def _picture_sizes(tensors: Mapping[str, Tensor], num_patches: int, what: str) -> dict[str, int]:
-    """Sizes of pictures and patches. Raises ValueError where patches are no square."""
+    """Returns sizes of pictures and patches. Raises ValueError if the patches form no square."""
     patch = tensors["vision_model.embeddings.patch_embedding.weight"]
     side = round(num_patches**0.5)
     if side * side != num_patches:

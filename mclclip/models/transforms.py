@@ -2,16 +2,16 @@
 
 An image is a PIL image or a uint8 array [H, W, C]; the result is float32 [C, H, W]. Crops and flips
 act on all channels alike. Colours are changed in the first three channels only, if there are three
-or more; otherwise the first channel is changed in brightness and contrast. `plain_channels` stay as
-they are. Randomness comes from torch's global generator alone, which the caller seeds for every
-view.
+or more; otherwise the first channel is changed in brightness and contrast. Channels listed in
+`plain_channels` are only resized. All randomness comes from torch's global generator, which the
+caller seeds for every view.
 
-An augmentation with a `kind` selects one of these, for any number of channels; otherwise
-open_clip's towers are trained with open_clip's own transforms, or with `FastTransform`. That draws
-the box that open_clip's transform draws from torch's global generator, and resizes it with torch's
+The option `model.augmentation.kind` selects SimCLR's augmentations or none, for any number of
+channels. Without it open_clip's towers are trained with open_clip's own transforms, or with
+`FastTransform`. That draws the same box as open_clip's transform, and resizes it with torch's
 antialiased bicubic filter on uint8. Its pixels differ from those of PIL by at most 2 of 255
 (`tests/unit/models/test_fast_pixels.py`, `tests/benchmarks/README.md`). They stay uint8 until they
-are on the device, where `normalized` does what open_clip's transform does last.
+are on the device, where `normalize` does the last step of open_clip's transform.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ import mclclip.util.torchvision_fix  # noqa: F401
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.util.options import STRICT, Share, first_problem
 
-# The steps of open_clip's training transform, where no further augmentation is asked for.
+# The steps of open_clip's training transform if its augmentation only crops.
 _FAST_STEPS = ("RandomResizedCrop", "MaybeConvertMode", "MaybeToTensor", "Normalize")
 _TRIES = 10
-_AT_ONCE = 400_000  # values of views whose colours change together: they fit a processor's cache
+_AT_ONCE = 400_000  # numbers in the views whose colours change together; they fit into a cache
 Box = tuple[int, int, int, int]
 RowsFirst = Literal["never", "shrunk"]
 
 KIND = "kind"
-"""The field of an augmentation that names a transform of this file."""
+"""The field of an augmentation that selects a transform of this file: "simclr" or "none"."""
 
 Transform = Callable[[Any], Tensor]
 Change = Callable[[Tensor, Tensor], Tensor]
-"""Of colours [N, 3, H, W] by factors [N, 1, 1, 1]."""
+"""Changes colours [N, 3, H, W], each picture by its factor [N, 1, 1, 1]."""
 Pair = tuple[Transform, Transform]
 """The transform of training and that of validation."""
 
@@ -71,7 +72,10 @@ class PixelFormat:
     channels: int = 3
 
     def pixels(self, image: Any) -> Tensor:
-        """Returns float32 [C, H, W] between 0 and 1; ValueError for other channels than C."""
+        """Returns an image as float32 [C, H, W] between 0 and 1.
+
+        Raises ValueError if it has another number of channels.
+        """
         array = np.asarray(image)
         if array.ndim != 3 or array.shape[2] != self.channels:
             channels = array.shape[2] if array.ndim == 3 else 1
@@ -81,14 +85,14 @@ class PixelFormat:
             )
         return torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 255.0
 
-    def normalized(self, pixels: Tensor) -> Tensor:
-        """[..., C, H, W] with values between 0 and 1 -> normalised by mean and std."""
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Subtracts the mean from pixels [..., C, H, W] between 0 and 1, and divides by std."""
         mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
         return (pixels - mean[:, None, None]) / std[:, None, None]
 
 
 @dataclass(frozen=True)
-class PlainTransform:
+class PlainTransform(PictureTransform):
     """Resizes the image until it covers the tower's size, and cuts out the middle."""
 
     format: PixelFormat
@@ -96,10 +100,10 @@ class PlainTransform:
 
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]."""
-        return self.format.normalized(self.middle(self.format.pixels(image)))
+        return self.format.normalize(self.resize_and_crop(self.format.pixels(image)))
 
-    def middle(self, pixels: Tensor) -> Tensor:
-        """[C, high, wide] with values between 0 and 1 -> [C, H, W]."""
+    def resize_and_crop(self, pixels: Tensor) -> Tensor:
+        """[C, high, wide] with values between 0 and 1 -> [C, H, W], the tower's size."""
         _, high, wide = pixels.shape
         height, width = self.format.size
         if (high, wide) == (height, width):
@@ -113,16 +117,16 @@ class PlainTransform:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class SimCLROptions:
-    """SimCLR's augmentations (Chen et al., 2020, appendix A); defaults are those for small
-    pictures (appendix B.9: half the colour distortion, no blur)."""
+    """SimCLR's augmentations (Chen et al., 2020, appendix A). The defaults are for small pictures
+    (appendix B.9: half the colour distortion, no blur)."""
 
     kind: Literal["simclr"] = "simclr"
     scale: tuple[Share, Share] = (0.08, 1.0)
     """Smallest and largest share of the picture that a crop covers."""
     flip: Share = 0.5
-    """Probability of a mirrored picture."""
+    """Probability that the picture is mirrored."""
     jitter: Share = 0.8
-    """Probability of a change of colours."""
+    """Probability that colours are changed."""
     strength: Annotated[float, Field(ge=0.0, le=2.5)] = 0.5
     """Strength s: brightness, contrast and saturation change by up to 0.8 s, hue by 0.2 s."""
     grayscale: Share = 0.2
@@ -130,7 +134,7 @@ class SimCLROptions:
     blur: Share = 0.0
     """Probability of a Gaussian blur, sigma between 0.1 and 2 pixels, width a tenth of the side."""
     plain_channels: list[NonNegativeInt] = field(default_factory=list)
-    """Channels, the first is 0, that stay as they are: resized as for evaluation, and neither
+    """Numbers (from 0) of channels that are only resized, as for evaluation: they are neither
     cropped at random nor mirrored, recoloured or blurred."""
 
     def __post_init__(self) -> None:
@@ -140,13 +144,13 @@ class SimCLROptions:
 
 @dataclass(frozen=True)
 class Crop:
-    """A view whose colours are still the picture's; their changes are drawn, and made by `finish`.
+    """A cropped view with all that was drawn for it; `finish` then changes its colours.
 
     pixels   float32 [C, H, W] between 0 and 1, cropped and perhaps mirrored
-    plain    float32 [n, H, W], the n channels that stay as they are
-    changes  changes of colour and by how much, in their order
-    is_grey  whether the colours become grey
-    sigma    of a Gaussian blur, in pixels; 0: none
+    plain    float32 [n, H, W], the n `plain_channels`
+    changes  changes of colour in their order, each with its factor
+    is_grey  True if the colours become grey
+    sigma    width of the Gaussian blur in pixels; 0: no blur
     """
 
     pixels: Tensor
@@ -157,11 +161,11 @@ class Crop:
 
 
 @dataclass(frozen=True)
-class SimCLRTransform:
-    """A random crop, perhaps mirrored, with other colours; see `SimCLROptions`.
+class SimCLRTransform(PictureTransform):
+    """Makes a random crop, perhaps mirrored, with changed colours; see `SimCLROptions`.
 
-    Loaders `draw` every view by itself and `finish` those of a batch together, which takes half the
-    time; a view has the same bits in any batch.
+    Loaders call `draw` for every view and `finish` for a batch, which takes half the time. The
+    pixels of a view are the same in any batch.
     """
 
     format: PixelFormat
@@ -174,7 +178,7 @@ class SimCLRTransform:
         return self.finish([self.draw(image)])[0]
 
     def draw(self, image: Any) -> Crop:
-        """All that is random, and the crop."""
+        """Draws everything that is random, and crops."""
         options, picture = self.options, self.format.pixels(image)
         _, high, wide = picture.shape
         box = crop_box(high, wide, options.scale, (3 / 4, 4 / 3))
@@ -195,17 +199,17 @@ class SimCLRTransform:
         is_grey = bool(torch.rand(()) < options.grayscale) and len(pixels) >= 3
         is_blurred = bool(torch.rand(()) < options.blur)
         sigma = 0.1 + 1.9 * float(torch.rand(())) if is_blurred else 0.0
-        plain = PlainTransform(self.format).middle(picture[options.plain_channels])
+        plain = PlainTransform(self.format).resize_and_crop(picture[options.plain_channels])
         return Crop(pixels, plain, changes, is_grey, sigma)
 
     def finish(self, crops: Sequence[Crop]) -> Tensor:
-        """N crops -> [N, C, H, W]: colours, blur and normalisation."""
+        """Changes the colours of N crops, blurs and normalises them -> [N, C, H, W]."""
         most = max(1, _AT_ONCE // crops[0].pixels.numel())
         if len(crops) > most:
             parts = (crops[start : start + most] for start in range(0, len(crops), most))
             return torch.cat([self.finish(part) for part in parts])
         pixels = torch.stack([crop.pixels for crop in crops])
-        # The first three channels have colours, or the only one has brightness and contrast.
+        # Without three channels, the first one is changed in brightness and contrast.
         colours = pixels[:, : 3 if pixels.shape[1] >= 3 else 1]
         for place in range(len(_CHANGES)):
             for change in _CHANGES:
@@ -222,16 +226,16 @@ class SimCLRTransform:
         side = 2 * (min(self.format.size) // 20) + 1
         for row, crop in enumerate(crops):
             if crop.sigma:
-                # Weights beyond 7 sigma are below 1e-10. Far beyond they are denormal numbers, with
-                # which a blur over 23 pixels took ten times as long.
+                # Weights beyond 7 sigma are below 1e-10. Still farther out they are denormal
+                # numbers, which made a blur over 23 pixels ten times as slow.
                 width = min(side, 2 * math.ceil(7 * crop.sigma) + 1)
                 pixels[row] = ops.gaussian_blur(pixels[row], [width] * 2, [crop.sigma] * 2)
         pixels[:, self.options.plain_channels] = torch.stack([crop.plain for crop in crops])
-        return self.format.normalized(pixels)
+        return self.format.normalize(pixels)
 
 
-# What torchvision's adjust_* do to one picture with one factor, for [N, 3, H, W] (or [N, 1, H, W])
-# with N factors [N, 1, 1, 1]; they agree within 2e-6.
+# These change N pictures [N, 3, H, W] (or [N, 1, H, W]) by N factors [N, 1, 1, 1]. torchvision's
+# functions of the same names take one picture and one factor; results agree within 2e-6.
 
 
 def adjust_brightness(colours: Tensor, factor: Tensor) -> Tensor:
@@ -240,21 +244,22 @@ def adjust_brightness(colours: Tensor, factor: Tensor) -> Tensor:
 
 def adjust_contrast(colours: Tensor, factor: Tensor) -> Tensor:
     grey = ops.rgb_to_grayscale(colours) if colours.shape[1] == 3 else colours
-    # Of rows first: several threads would share the mean of one picture, and not those of many.
+    # The mean of rows comes first. With it at once, threads would share the sum of one picture but
+    # not those of many, and a view's bits would depend on its batch.
     mean = grey.mean(dim=3, keepdim=True).mean(dim=(1, 2), keepdim=True)
-    return _blended(colours, mean, factor)
+    return _blend(colours, mean, factor)
 
 
 def adjust_saturation(colours: Tensor, factor: Tensor) -> Tensor:
-    return _blended(colours, ops.rgb_to_grayscale(colours), factor)
+    return _blend(colours, ops.rgb_to_grayscale(colours), factor)
 
 
-def _blended(colours: Tensor, others: Tensor, factor: Tensor) -> Tensor:
+def _blend(colours: Tensor, others: Tensor, factor: Tensor) -> Tensor:
     return (colours * factor + others * (1.0 - factor)).clamp_(0.0, 1.0)
 
 
 def adjust_hue(colours: Tensor, shift: Tensor) -> Tensor:
-    """Turns hues by ``shift`` of a whole turn; saturation and value stay."""
+    """Turns hues by ``shift``, a share of a whole turn; saturation and value stay."""
     red, green, blue = colours.unbind(1)
     value, least = colours.amax(1), colours.amin(1)
     chroma = value - least
@@ -275,22 +280,18 @@ _CHANGES: tuple[Change, ...] = (adjust_brightness, adjust_contrast, adjust_satur
 
 
 def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
-    """The training transform of an augmentation with a `kind`; ValueError for a wrong option."""
-    kind = augmentation.get(KIND)
-    if kind == "none" and len(augmentation) == 1:  # every view is the picture itself
+    """Returns the training transform of an augmentation with a `kind`.
+
+    Raises ValueError for a wrong option.
+    """
+    if augmentation == {KIND: "none"}:  # every view is the picture itself
         return PlainTransform(format)
-    if kind == "none":
-        odd = next(name for name in augmentation if name != KIND)
-        raise ValueError(f"augmentation {odd}: there are no options of kind none")
-    if kind != "simclr":
-        raise ValueError(
-            f"there is no augmentation of kind {kind!r}: take simclr or none, or leave kind out "
-            "for open_clip's own"
-        )
     try:
         options = TypeAdapter(SimCLROptions).validate_python(dict(augmentation))
     except ValidationError as error:
         name, problem = first_problem(error)
+        if name == KIND:
+            problem += "; 'none' takes no options, and without a kind open_clip's own is taken"
         raise ValueError(f"{f'augmentation {name}'.strip()}: {problem}") from None
     if absent := [number for number in options.plain_channels if number >= format.channels]:
         raise ValueError(
@@ -304,13 +305,13 @@ def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
 
 
 @dataclass(frozen=True)
-class FastTransform:
-    """A random crop, resized.
+class FastTransform(PictureTransform):
+    """Makes a random crop and resizes it.
 
     size   height and width of the result in pixels
     scale  smallest and largest share of the picture that a crop covers
     ratio  smallest and largest width of a crop divided by its height
-    rows   which crops are resized in their height first, see `choose_rows_first`
+    rows   which crops are resized in their height before their width, see `choose_rows_first`
     """
 
     size: tuple[int, int]
@@ -335,24 +336,27 @@ class FastTransform:
 
 
 def choose_rows_first(pillow: str) -> RowsFirst:
-    """The rule by which a version of Pillow resizes crops in their height before their width.
+    """Returns which crops this version of Pillow resizes in their height before their width.
 
-    Between its two passes it cuts pixels to 0 .. 255, so that the order shows where colours are
-    extreme, by up to 28 of 255. Version 13 begins with the height where that shrinks much more.
+    Pillow cuts pixels to 0 .. 255 between the two passes, so the order changes extreme colours by
+    up to 28 of 255. From version 13 on it begins with the height if that shrinks much more.
     """
     return "shrunk" if int(pillow.split(".")[0]) >= 13 else "never"
 
 
 def rows_first(have: tuple[int, int], size: tuple[int, int], rule: RowsFirst) -> bool:
-    """Returns True if Pillow resizes the height first, from (height, width) to (height, width)."""
+    """Returns True if Pillow begins with the height when it resizes `have` to `size`.
+
+    Both are (height, width); `rule` is what `choose_rows_first` returned.
+    """
     lost = have[0] - size[0]
     return rule == "shrunk" and lost > 0 and lost > 2 * (have[1] - size[1])
 
 
 def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[float]) -> Box:
-    """Top, left, height and width of the box that torchvision's RandomResizedCrop takes.
+    """Returns top, left, height and width of the box that torchvision's RandomResizedCrop takes.
 
-    It makes the same draws in the same order as its ``get_params``, in a third of the time.
+    The draws are those of its ``get_params``, in the same order, in a third of the time.
     """
     if no_box_fits(height, width, scale[0], ratio):
         torch.empty(2 * _TRIES).uniform_()  # the draws of all tries
@@ -378,10 +382,10 @@ def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[fl
 
 
 def no_box_fits(height: int, width: int, least: float, ratio: Sequence[float]) -> bool:
-    """Returns True if no draw gives a box inside of the picture, as where 0.9 of one of 3:2 is
-    wanted.
+    """Returns True if no draw can give a box inside the picture.
 
-    A margin of a thousandth, which is more than draws are rounded by, is counted as fitting.
+    For example, no box with 0.9 of the area of a 3:2 picture fits into it. Boxes that are too large
+    by less than a thousandth, which is more than draws are rounded by, count as fitting.
     """
     area = least * height * width
     is_too_tall = 0.999 * ratio[0] * area > (width + 0.5) ** 2
@@ -389,7 +393,7 @@ def no_box_fits(height: int, width: int, least: float, ratio: Sequence[float]) -
 
 
 def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
-    """The fast form of a model's training transform.
+    """Returns the fast form of a model's training transform.
 
     Raises ValueError if that is not open_clip's own, or does more than crop and resize.
     """
@@ -404,10 +408,10 @@ def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
     return FastTransform(size, scale, ratio, choose_rows_first(PIL.__version__))
 
 
-def normalized(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """uint8 [..., C, H, W] -> float32 (pixels / 255 - mean) / deviation, where the pixels lie.
+def normalize(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """uint8 [..., C, H, W] -> float32 (pixels / 255 - mean) / deviation, on the pixels' device.
 
-    The operations are open_clip's, in its order, so that the bits are the same too. ``mean`` and
-    ``deviation`` are [C, 1, 1] on the same device.
+    The operations and their order are open_clip's, so the bits are too. ``mean`` and ``deviation``
+    are [C, 1, 1] on the same device.
     """
     return pixels.to(torch.float32).div_(255).sub_(mean).div_(deviation)

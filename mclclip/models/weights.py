@@ -3,10 +3,10 @@
     export/  open_clip_config.json        {"model_cfg": ..., "preprocess_cfg": ..., "base_digest"}
              open_clip_model.safetensors  open_clip's state dict
 
-    export/  config.json                  the same of an image encoder: no text_cfg in its model_cfg
+    export/  config.json                  an image encoder's: its model_cfg has no text_cfg
              model.safetensors            the image tower's part of open_clip's state dict
 
-`base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
+`base_digest` identifies the weights that a model was fine-tuned from (a base model has its own).
 Averages make sense only among models of one base. The last section fetches files of public models,
 and keeps libraries from printing to the terminal.
 """
@@ -46,16 +46,17 @@ T = TypeVar("T")
 
 
 def files_of(directory: Path) -> list[str]:
-    """The names of the files of a model's directory: configuration, weights, tokenizer."""
+    """Returns the names of a model's files: configuration, weights, tokenizer."""
     ours = (artifacts.MANIFEST, artifacts.INTENT)
     paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
     return [path.name for path in paths if path.name not in ours and path.name[0] != "."]
 
 
 def check_recorded(directory: Path, *, load_weights: bool = True) -> None:
-    """Raises RuntimeError where a file of an export is not what `mclclip export` wrote.
+    """Raises RuntimeError if a file of an export is not the one that `mclclip export` recorded.
 
-    A directory without one of its manifests, such as a model of others, is not compared.
+    A directory without such a manifest, for example a stranger's model, is not checked.
+    `load_weights=False` leaves out weights files.
     """
     path = Path(directory) / artifacts.MANIFEST
     manifest_json = files.read_json(path) if path.is_file() else None
@@ -83,20 +84,19 @@ def has_config(directory: Path) -> bool:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the configuration of an open_clip directory, or of an image encoder's.
+    """Returns the configuration in the directory of an open_clip model or an image encoder.
 
-    Raises FileNotFoundError where it has none and ValueError where it lacks the model.
+    Raises FileNotFoundError if there is none, and ValueError if it has no `model_cfg`.
     """
     path = Path(directory) / (IMAGE_CONFIG if is_image_encoder(directory) else CONFIG)
-    if not Path(directory).is_dir():
-        raise FileNotFoundError(f"no model directory at {directory}")
     if not path.is_file():
+        problem = f"{directory} has no {CONFIG}, so it is no exported model"
         advice = "give a directory that an export wrote"
-        if (Path(directory) / IMAGE_CONFIG).is_file():
+        if not Path(directory).is_dir():
+            problem = f"no model directory at {directory}"
+        elif (Path(directory) / IMAGE_CONFIG).is_file():
             advice = f"a model of Hugging Face transformers is named hf:{directory}"
-        raise FileNotFoundError(
-            f"{directory} has no {CONFIG}, so it is no exported model: {advice}"
-        )
+        raise FileNotFoundError(f"{problem}: {advice}")
     config = files.read_model_json(path)
     if not isinstance(config, dict) or "model_cfg" not in config:
         raise ValueError(f"{path} has no 'model_cfg', got {type(config).__name__}: export it again")
@@ -104,7 +104,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Writes the configuration of a model's directory (atomically)."""
+    """Writes a model's configuration into its directory, by temporary name and rename."""
     name = CONFIG if "text_cfg" in config["model_cfg"] else IMAGE_CONFIG
     files.write_json(Path(directory) / name, config)
 
@@ -117,10 +117,10 @@ def write_model(directory: Path, config: Mapping[str, Any], tensors: Mapping[str
 
 
 def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `{"model_cfg": ...}` of a model config: a JSON file or a mapping.
+    """Returns `{"model_cfg": ...}` of a model config, which is a JSON file or a mapping.
 
-    Either may also be a whole `open_clip_config.json`. Without `text_cfg` it is an image encoder's.
-    Raises FileNotFoundError for a missing file and ValueError where the config lacks a part.
+    It may also be a whole `open_clip_config.json`, which is returned with its other fields. Raises
+    FileNotFoundError for a missing file, and ValueError if the config lacks a part.
     """
     if isinstance(source, Mapping):
         config, where = copy.deepcopy(dict(source)), "the model config"
@@ -129,10 +129,7 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise FileNotFoundError(f"no model config at {source}")
         config, where = files.read_model_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
-    if not isinstance(model_cfg, Mapping):
-        raise ValueError(
-            f"model_cfg of {where} is {type(model_cfg).__name__}, wanted a mapping: export it again"
-        )
+    model_cfg = model_cfg if isinstance(model_cfg, Mapping) else {}
     vision = model_cfg.get("vision_cfg")
     brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # config_check.BACKBONE
     required = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")
@@ -144,15 +141,20 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copies a Hugging Face tokenizer's data beside a model; CLIP's own tokenizer has no file."""
+    """Copies the files of a Hugging Face tokenizer from one model's directory to another's.
+
+    CLIP's own tokenizer has no files.
+    """
     for path in sorted(Path(source).glob("*")):
         if path.name.startswith(TOKENIZER_FILES) and path.suffix in _TOKENIZER_DATA:
             files.write_bytes(Path(directory) / path.name, path.read_bytes())
 
 
 def refuse_joined(name: object) -> None:
-    """Raises ValueError if a model's name is the directory of a concat: its configuration is that
-    of one stage, so reading it alone would lose the other stages and their weights."""
+    """Raises ValueError if a model's `name` is the directory of a concat (several joined stages).
+
+    Its configuration is that of one stage, so the other stages would be lost.
+    """
     if not isinstance(name, str | Path):
         return
     directory = Path(str(name).removeprefix("local-dir:"))
@@ -165,9 +167,9 @@ def refuse_joined(name: object) -> None:
 
 
 def find_weights(directory: Path) -> Path:
-    """Returns the weights file of a model's directory, safetensors first.
+    """Returns the weights file in a model's directory; safetensors are preferred.
 
-    Raises FileNotFoundError where there is none and ValueError where the directory is a concat.
+    Raises FileNotFoundError if there is none, and ValueError if the directory is a concat.
     """
     directory = Path(directory)
     refuse_joined(directory)
@@ -182,8 +184,8 @@ def find_weights(directory: Path) -> Path:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors as safetensors by temporary name, fsync and rename.
 
-    Equal tensors give equal bytes: the one metadata key is the same everywhere (several would be
-    written in random order).
+    Equal tensors give equal bytes: names are sorted, and the metadata has a single key, since
+    safetensors writes several in random order.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,13 +195,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with files.with_path_in_errors(path):
             try:
                 save_file(plain, temporary, metadata={"format": "pt"})
-            except SafetensorError as error:  # it has the system's error in its text alone
+            except SafetensorError as error:  # only its text has the number of the system's error
                 if (number := re.search(r"os error (\d+)", str(error))) is None:
                     raise
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-        # safetensors makes files that only the owner can read; open() gives those of the umask.
+        # safetensors makes files that only the owner can read; these get the usual permissions.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -210,12 +212,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file.
-
-    Raises FileNotFoundError where there is no file and ValueError where it cannot be read.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no weights at {path}: export the model again")
+    """Returns the tensors of a safetensors file. Raises the errors of `open_tensors`."""
     with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
@@ -224,7 +221,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def open_tensors(path: Path) -> Iterator[Any]:
     """Opens a safetensors file, by safetensors' `safe_open`.
 
-    Raises ValueError where it cannot be read.
+    Raises FileNotFoundError if there is none, and ValueError if it cannot be read.
     """
     check_header(path)
     try:
@@ -235,8 +232,10 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def check_header(path: Path) -> None:
-    """Raises ValueError where the header of a safetensors file, which lists its tensors, is longer
-    than any model's: one of a million tensors takes half a minute to read."""
+    """Raises ValueError if the header of a safetensors file is longer than any model's.
+
+    It lists the tensors; one of a million tensors would take half a minute to read.
+    """
     with open(path, "rb") as file:
         size_bytes = int.from_bytes(file.read(8), "little")
     if size_bytes > _MOST_HEADER_BYTES:
@@ -247,9 +246,10 @@ def check_header(path: Path) -> None:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Loads an export's tensors into the model they are of; `where` names them in messages.
+    """Loads an export's tensors into a model.
 
-    Raises ValueError where they are not those of the model, or not finite.
+    Raises ValueError if they do not fit or are not finite. `where` follows "the weights" in its
+    message, for example "of FOLDER".
     """
     state = dict(tensors)
     for name, parameter in model.state_dict().items():
@@ -265,7 +265,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def refuse_not_finite(model: nn.Module, where: str) -> None:
-    """Raises ValueError where a weight is NaN or infinite: every feature would be."""
+    """Raises ValueError if a weight is NaN or infinite, since every feature would be too."""
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(
@@ -275,7 +275,7 @@ def refuse_not_finite(model: nn.Module, where: str) -> None:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes and values; the order of the mapping does not matter."""
+    """Returns a digest of names, dtypes, shapes and values; their order does not matter."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -285,9 +285,9 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def checked_image_weights(image_weights: str) -> Path:
-    """The file that the option ``image_weights`` names, by its header a safetensors file.
+    """Returns the path that the option ``image_weights`` names.
 
-    Raises FileNotFoundError where there is none, and ValueError for another kind of file.
+    Raises FileNotFoundError if there is no file, and ValueError for one that is no safetensors.
     """
     path = Path(image_weights)
     if not path.is_file():
@@ -300,14 +300,17 @@ def checked_image_weights(image_weights: str) -> Path:
 
 
 def base_digest(directory: Path) -> str:
-    """Digest of the base that an export was fine-tuned from; its own where none is recorded."""
+    """Returns the digest of the base that an export was fine-tuned from, or, if none is recorded,
+    that of its own weights."""
     recorded: str | None = read_config(directory).get("base_digest")
     return recorded or files.digest_file(find_weights(directory))
 
 
 def same_bits(first: Tensor, *others: Tensor) -> bool:
-    """Returns True if tensors agree in dtype, shape and every bit (equal NaNs are equal, 0.0 !=
-    -0.0)."""
+    """Returns True if tensors agree in dtype, shape and every bit.
+
+    So NaNs may be equal, and 0.0 and -0.0 are not.
+    """
     bits = first.contiguous().reshape(-1).view(torch.uint8)
     return all(
         other.dtype == first.dtype
@@ -321,9 +324,10 @@ def same_bits(first: Tensor, *others: Tensor) -> bool:
 
 
 def fetch_quietly(what: str, fetch: Callable[[], T]) -> T:
-    """Calls ``fetch`` quietly and returns its result.
+    """Returns what ``fetch`` returns, and keeps the hub client from printing.
 
-    Raises FileNotFoundError, one line about ``what``, where it fails.
+    Raises FileNotFoundError, one line about ``what`` (for example "the weights of 'ViT-B-32'"), if
+    it fails.
     """
     try:
         with quiet(), _offline_where_unreachable():
@@ -337,7 +341,7 @@ def fetch_quietly(what: str, fetch: Callable[[], T]) -> T:
 
 @contextmanager
 def _offline_where_unreachable() -> Iterator[None]:
-    """Makes the hub client use its cache only, if the hub's host name does not resolve.
+    """Within the block, the hub client uses its cache alone if the hub's host name is not resolved.
 
     Otherwise it would retry for most of a minute and print a line for every attempt.
     """
@@ -355,22 +359,19 @@ def _offline_where_unreachable() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The kind and the beginning of an error's message."""
+    """Returns the type of an error and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {files.message_of(error)}"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what open_clip logs through the root logger, which would set up a handler on it."""
+    """Drops open_clip's records of the root logger, and keeps it from adding a handler there."""
     root, null = logging.getLogger(), logging.NullHandler()
-
-    def drop(record: logging.LogRecord) -> bool:
-        return False
-
+    drop_all = logging.Filter("no logger of this name")  # lets pass what such a logger logs
     root.addHandler(null)
-    root.addFilter(drop)
+    root.addFilter(drop_all)
     try:
         yield
     finally:
-        root.removeFilter(drop)
+        root.removeFilter(drop_all)
         root.removeHandler(null)

@@ -1,11 +1,11 @@
-"""Objectives: options that declare what one reads, and a module that computes the loss.
+"""Objectives: a class of options that declares what a loss reads, and a module that computes it.
 
 Data, model, engine, plan, method and export ask these two; nobody asks for an objective's type. A
-new method is one module with two classes: ``Options(ObjectiveOptions)``, whose ``build`` makes the
-``Objective``. ``kind`` names the module: one of this folder, or an entry point of the group
-``mclclip.objectives`` in another package. Only that module is imported.
+new method is one module with two classes: ``Options(ObjectiveOptions)``, and the ``Objective`` that
+its ``build`` returns. ``kind`` names the module: a file of this folder, or an entry point of the
+group ``mclclip.objectives`` in another package. Only that module is imported.
 
-A configuration names one objective, or a list of them whose losses are added up (``Sum``).
+A configuration names one objective, or a list of them whose weighted losses are added (``Sum``).
 """
 
 from __future__ import annotations
@@ -33,40 +33,42 @@ from mclclip.ranks.process_group import Context
 from mclclip.util.options import STRICT, nearest, with_prefix
 
 ENTRY_POINTS = "mclclip.objectives"
-# Kinds that share the module of another one.
-_ELSEWHERE = {"mlc": "mlcd", "single_label": "mlcd"}
+# Kinds whose module has another name.
+_MODULES = {"mlc": "mlcd", "single_label": "mlcd"}
 # Modules of this folder that hold parts of objectives.
 _PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Data and parts of the model that an objective reads beside images.
+    """The data and parts of model and training that an objective needs beside images.
 
-    views         augmented views of every image
-    captions      features of a sample's text; the text tower is frozen where they are not read
-    logit_scale   the model's logit scale; it is frozen where it is not read
-    logit_bias    the model's logit bias, where it has one; it is frozen where it is not read
-    groups        batches are drawn from samples with one pseudo label
-    clusters      this many nearest clusters of each sample, found at the stage before (0: none)
-    centroids     the clusters' centroids, beside which the features must be as wide
-    drawn         this share of the clusters at every step, of which it must draw one (None: none)
-    threshold     clusters less similar than this are left out, but for the nearest (None: none are)
-    attribute     an attribute of the samples, as data.sources names them, is taken for their class
-                  (None: none is); samples without it are left out
-    digests       ``caption_digest`` and ``picture_digest`` of the drawn captions and the pictures
-    base          what is read of stage 0, from whose weights the training then starts: stored
-                  embeddings of ``images`` and of ``texts``, which come as the batch's extras
-                  ``base_image_features`` and ``base_text_features``, or the ``model`` itself
-    edits         captions that are wrong for their picture, as these options say; they come as the
-                  batch's extras ``edited_text`` and ``has_edit``, or where texts are stored as
-                  ``edited_features`` (``data.extras``)
-    weights       the model's weights after every step, which a momentum copy follows
-    queued        this many features of earlier steps, of at least one batch (0: none)
-    pixels        the pixels of the views, which it changes before the model sees them
+    num_views        augmented views of every image
+    captions         features of a sample's text; if no objective reads them, the text tower is
+                     frozen
+    logit_scale      the model's logit scale; it is frozen if it is not read
+    logit_bias       the model's logit bias, if it has one; it is frozen if it is not read
+    groups           batches are drawn from samples with the same pseudo label
+    clusters         how many nearest clusters of each sample, of the stage before (0: none)
+    centroids        the clusters' centroids, which must be as wide as the features
+    drawn            share of the clusters that a step draws, which must be one at least (None: it
+                     draws none)
+    threshold        clusters of a smaller similarity are left out, but for the nearest (None: none)
+    attribute        attribute of the samples that is their class, as data.sources names them, such
+                     as ``shape`` (None: none); samples without it are left out
+    digests          ``contrast.DIGESTS``, which tell equal captions and pictures
+    base             what is read of stage 0: its stored embeddings, which come as the batch's
+                     extras ``base_image_features`` and ``base_text_features``; or the ``model``
+                     itself. The training starts from stage 0's weights
+    edits            options of edited captions, which are wrong for their pictures; they come as
+                     the batch's extras ``edited_text`` and ``has_edit``, or, if text embeddings are
+                     stored, as ``edited_features``
+    follows_weights  the model's weights after every step, for a momentum copy
+    queue_size       how many features of earlier steps are kept, at least a batch's (0: none)
+    changes_pixels   the pixels of the views are changed before the model sees them
     """
 
-    views: int = 1
+    num_views: int = 1
     captions: bool = False
     logit_scale: bool = False
     logit_bias: bool = False
@@ -77,50 +79,52 @@ class Reads:
     threshold: float | None = None
     attribute: str | None = None
     digests: bool = False
-    base: frozenset[Literal["images", "texts", "model"]] = frozenset()
+    base: frozenset[Literal["image_features", "text_features", "model"]] = frozenset()
     edits: Any = None
-    weights: bool = False
-    queued: int = 0
-    pixels: bool = False
+    follows_weights: bool = False
+    queue_size: int = 0
+    changes_pixels: bool = False
 
     @property
     def num_classes_per_sample(self) -> int:
-        """Columns of a batch's ``classes``; 0: it has none."""
+        """Columns of a batch's ``classes``; 0 if it has none."""
         return 1 if self.attribute is not None else self.clusters
 
     @classmethod
     def of_all(cls, every: Sequence[Reads]) -> Reads:
-        """Returns what any of several objectives reads, of which none contradicts another."""
-
-        def joined(name: str) -> Any:
-            values = [getattr(reads, name) for reads in every]
+        """Returns what any of several objectives reads; they do not contradict each other."""
+        union: dict[str, Any] = {}
+        for item in fields(cls):
+            values = [getattr(reads, item.name) for reads in every]
             if isinstance(values[0], frozenset):
-                return frozenset[Any]().union(*values)
-            if isinstance(values[0], int):  # a number, or whether it is read
-                return max(values)
-            return next((value for value in values if value is not None), None)
-
-        return cls(**{item.name: joined(item.name) for item in fields(cls)})
+                union[item.name] = frozenset[Any]().union(*values)
+            elif isinstance(values[0], int):  # a number or a bool
+                union[item.name] = max(values)
+            else:
+                union[item.name] = next((v for v in values if v is not None), None)
+        return cls(**union)
 
 
 class Classes(Protocol):
-    """The clusters, or values of an attribute, that an objective takes for classes."""
+    """The classes of an objective: clusters, or the values of an attribute."""
 
     num_classes: int
 
     def centroids(self) -> npt.NDArray[np.float32]:
-        """[K, D], memory-mapped; RuntimeError where the classes are no clusters."""
+        """Returns the clusters' centroids, [K, D], memory-mapped. Raises RuntimeError if the
+        classes are values of an attribute."""
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
     """The model, ranks and classes that an objective is built for.
 
-    ``model`` has the width of its features, ``feature_dim``, and says whether ``logit_bias`` is
-    among them, ``has_logit_bias`` (``models.model.Model``). ``betas`` and ``eps`` are those of
-    the training's AdamW; ``seed`` depends on the stage too. ``classes`` are there where the
-    objective reads clusters or an attribute. ``shapes_only``: initial values are not needed, and
-    must not be read, since the plan asks only for the memory of a step.
+    model        `models.model.Model`; objectives read its ``feature_dim`` and ``has_logit_bias``
+    seed         differs from stage to stage
+    betas, eps   those of the training's AdamW
+    classes      given if the objective reads clusters or an attribute
+    shapes_only  True while `--plan` counts memory: initial values are not needed, and no file must
+                 be read for them
     """
 
     model: Any
@@ -134,21 +138,24 @@ class ObjectiveInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of trained weights."""
+        """Dtype of trained weights."""
         return torch.float64 if self.precision == "float64" else torch.float32
 
 
 class BatchFields(Protocol):
-    """The fields of a batch that objectives read (``data.batches.Batch``).
+    """The fields of a batch that objectives read (``data.batches.Batch``); b samples of this rank.
 
-    ``views`` are pictures [b, C, H, W]; ``labels`` [b, 1] int64 the groups; ``sample_id`` [b]
-    int64; ``prefix_length`` the length at which the labels are truncated; ``classes`` [b, l] int64,
-    in main memory, where clusters or an attribute are read; ``text`` tokens [b, T] or
-    ``text_features`` [b, D], where captions are; ``extras`` further tensors by name.
+    views          pictures [b, C, H, W], as many as ``Reads.num_views``
+    group_ids      int64 [b, 1], the group of each sample at the prefix length
+    sample_id      int64 [b]
+    prefix_length  how many stages' cluster labels make a group at this step
+    classes        int64 [b, l] in main memory, if clusters or an attribute are read
+    text           tokens [b, T], or instead of them ``text_features`` [b, D], if captions are read
+    extras         further tensors by name, such as ``caption_digest``
     """
 
     views: list[Tensor]
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     prefix_length: int
     classes: Tensor | None
@@ -158,19 +165,21 @@ class BatchFields(Protocol):
 
 
 Features = Mapping[str, Tensor]
-"""Features by name: [b, ...] of this rank's samples, or without axes of the whole batch."""
+"""Features by name: of this rank's samples, such as ``image_features`` [b, D], or scalars, such as
+``logit_scale``."""
 
 
 class Stepping(nn.Module):
-    """A module that hears of every step, with all modules of this kind in it."""
+    """A module that is told of every step, and tells the modules of this kind in it."""
 
     def begin(self, step: int, total: int, epoch: float) -> None:
-        """Called before every step, of which there are ``total``, after ``epoch`` epochs."""
+        """Is called before every step, with its number, the ``total`` of steps, and the epochs that
+        have passed, such as 2.5."""
         for part in _steppings(self):
             part.begin(step, total, epoch)
 
     def stepped(self, model: nn.Module) -> None:
-        """Called after every step, with the model as the optimizer has left it."""
+        """Is called after every step, with the model that the optimizer has moved."""
         for part in _steppings(self):
             part.stepped(model)
 
@@ -184,36 +193,36 @@ def _steppings(module: nn.Module) -> Iterator[Stepping]:
 
 
 class Objective(Stepping):
-    """A loss of named features, with the parameters and buffers it owns.
+    """A loss of named features, with its own parameters and buffers.
 
-    Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
-    copy of the model that moves, such as a momentum encoder, is a submodule without gradients.
+    The engine's optimizer trains its parameters, and checkpoints hold parameters and buffers. A
+    momentum copy of the model is a submodule whose parameters have no gradients.
     """
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Returns ``loss``, whose mean over the ranks is the loss of the global batch, and other
-        0-dimensional parts by name."""
+        """Returns ``loss``, a scalar whose mean over the ranks is the loss of the global batch, and
+        further scalars by name, which are logged."""
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
     def features(
         self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
-        """Returns ``features``, those of the objectives before it in a list, and what it reads
-        beside them of this rank's batch: here the model's own (``encode``)."""
+        """Returns ``features``, which earlier objectives of a list have computed, and those that
+        this one reads beside them; by default the model's (``encode``)."""
         return encode(model, batch, features)
 
     def outside(self) -> Sequence[UnwrappedParameters]:
-        """Returns the parameters that engines do not wrap; none by default."""
+        """Returns the parameters that engines must not wrap; none by default."""
         return ()
 
     def chance(
         self, features: Features, batch: BatchFields, parts: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Returns the loss of this batch for features that say nothing, whose mean over the ranks
-        is that of the global batch: for InfoNCE the logarithm of the number of candidates.
+        """Returns the loss of this batch if its features said nothing: for InfoNCE the logarithm of
+        the number of candidates. Its mean over the ranks is that of the global batch.
 
-        ``features`` are what ``forward`` was given at this step and ``parts`` what it returned. A
-        collective; None, the default, where no such loss is known.
+        ``features`` and ``parts`` are the arguments and results of ``forward`` at this step. A
+        collective. None, the default, if no such loss is known.
         """
         return None
 
@@ -221,12 +230,11 @@ class Objective(Stepping):
 def encode(
     model: nn.Module, batch: BatchFields, features: Features, num_views: int | None = None
 ) -> dict[str, Tensor]:
-    """Returns ``features`` and those of the model that they lack, of the first ``num_views`` views
-    (None: of all).
+    """Runs the model for the features that ``features`` lacks; returns both together.
 
-    ``image_features`` are those of the first view, ``image_features_1`` of the second, and so on.
-    The first view brings ``text_features`` along where captions are read, and the model's
-    ``logit_scale`` and ``logit_bias``.
+    ``image_features`` are of the first view, ``image_features_1`` of the second, and so on, up to
+    ``num_views`` (None: all). The first run also gives ``text_features``, if captions are read, and
+    the model's ``logit_scale`` and ``logit_bias``.
     """
     encoded = dict(features)
     for number, view in enumerate(batch.views[:num_views]):
@@ -239,19 +247,19 @@ def encode(
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObjectiveOptions:
-    """Options of an objective, distinguished by ``kind``."""
+    """Options of an objective; ``kind`` says of which."""
 
     kind: str
     weight: PositiveFloat = 1.0
-    """Factor of its loss, in a list of objectives."""
+    """Factor of its loss in a list of objectives."""
 
     @property
     def reads(self) -> Reads:
-        """Returns what it reads beside images."""
+        """Returns what it needs beside images."""
         return Reads()
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """Returns the objective. All ranks call it together."""
+        """Returns the objective. All ranks call this together."""
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
 
 
@@ -259,14 +267,14 @@ class ObjectiveOptions:
 
 
 class Sum(list[ObjectiveOptions]):
-    """The options of several objectives that are trained together: their weighted losses are added.
+    """The options of several objectives whose weighted losses are added.
 
-    It has the properties of a single objective's options, and is written as a list of them.
+    A configuration writes a list. Its properties are those of a single objective's options.
     """
 
     @property
     def kind(self) -> str:
-        """Names it in logs and messages, such as ``info_nce + preserve``."""
+        """The kinds of all, such as ``info_nce + preserve``, for logs and messages."""
         return " + ".join(options.kind for options in self)
 
     @property
@@ -275,7 +283,7 @@ class Sum(list[ObjectiveOptions]):
         return Reads.of_all([options.reads for options in self])
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """Returns the sum of what each of them builds."""
+        """Builds each of them, and returns their sum."""
         names = [f"{number}_{options.kind}" for number, options in enumerate(self)]
         terms = [options.build(inputs) for options in self]
         return ObjectiveSum(terms, [options.weight for options in self], names)
@@ -285,7 +293,7 @@ class Sum(list[ObjectiveOptions]):
         if not self:
             raise ValueError("the list of objectives is empty: give at least one")
         every = [options.reads for options in self]
-        if len(views := {reads.views for reads in every}) > 1:
+        if len(views := {reads.num_views for reads in every}) > 1:
             raise ValueError(
                 f"{self.kind} want {sorted(views)} views of an image: wanted one number"
             )
@@ -302,13 +310,13 @@ class Sum(list[ObjectiveOptions]):
                 f"{self.kind} read different classes: give them one labels_per_sample, or one "
                 "attribute"
             )
-        encoding = [o.kind for o in self if o.reads.weights or o.reads.pixels]
+        encoding = [o.kind for o in self if o.reads.follows_weights or o.reads.changes_pixels]
         if len(encoding) > 1:
             raise ValueError(
                 f"{' and '.join(encoding)} each make features of their own, by a momentum copy or "
                 "of changed pixels: leave all but one of them out"
             )
-        if any(reads.pixels for reads in every[1:]):
+        if any(reads.changes_pixels for reads in every[1:]):
             raise ValueError(
                 f"{encoding[0]} changes the pixels that all objectives of a list see: put it first"
             )
@@ -317,10 +325,10 @@ class Sum(list[ObjectiveOptions]):
 class ObjectiveSum(Objective):
     """The weighted sum of several losses of the same features.
 
-    The parts of every term carry its number and kind, such as ``1_info_nce/loss``.
+    The parts of each term are prefixed with its number and kind, such as ``1_preserve/loss``.
     """
 
-    terms: Any  # Objectives: a ModuleList is typed as one of modules
+    terms: Any  # of Objectives; a ModuleList is typed as one of modules
 
     def __init__(
         self, terms: Sequence[Objective], weights: Sequence[float], names: Sequence[str]
@@ -329,19 +337,19 @@ class ObjectiveSum(Objective):
         self.terms, self.weights, self.names = nn.ModuleList(terms), list(weights), list(names)
 
     def outside(self) -> Sequence[UnwrappedParameters]:
-        """Returns the parameters outside of all terms."""
+        """Returns the parameters of all terms that engines must not wrap."""
         return [part for term in self.terms for part in term.outside()]
 
     def features(
         self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
-        """Returns what the terms read; each adds what those before it have not made."""
+        """Returns the features of all terms; each adds those that the terms before it have not."""
         for term in self.terms:
             features = term.features(model, batch, features)
         return dict(features)
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Returns the weighted sum as ``loss``, and every term's parts by its name."""
+        """Returns the weighted sum as ``loss``, and the parts of every term."""
         by_term = [term(features, batch) for term in self.terms]
         losses = [w * parts["loss"] for w, parts in zip(self.weights, by_term, strict=True)]
         parts_by_name = {
@@ -354,7 +362,7 @@ class ObjectiveSum(Objective):
     def chance(
         self, features: Features, batch: BatchFields, parts: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Returns the weighted sum; None where it is not known of a term."""
+        """Returns the weighted sum; None if a term does not know its own."""
         total = torch.zeros((), dtype=torch.float64)
         for term, weight, name in zip(self.terms, self.weights, self.names, strict=True):
             of_term = term.chance(features, batch, with_prefix(parts, f"{name}/"))
@@ -368,28 +376,29 @@ class ObjectiveSum(Objective):
 
 
 def kinds() -> list[str]:
-    """Every kind that can be named: those of this folder and those of other packages."""
+    """Returns every kind that a configuration may name, of this folder and of other packages."""
     here = importlib.import_module(__package__)
-    shipped = [module.name for module in pkgutil.iter_modules(here.__path__)]
-    return sorted({*shipped, *_ELSEWHERE, *_others(tuple(sys.path)).names} - {*_PARTS})
+    files = [module.name for module in pkgutil.iter_modules(here.__path__)]
+    return sorted({*files, *_MODULES, *_plugins(tuple(sys.path)).names} - {*_PARTS})
 
 
 @functools.cache
-def _others(path: tuple[str, ...]) -> EntryPoints:
-    """The kinds of other packages on ``sys.path``, all of whose metadata this reads."""
+def _plugins(path: tuple[str, ...]) -> EntryPoints:
+    """Returns the kinds of other packages; reads the metadata of all packages on ``sys.path``."""
     return entry_points(group=ENTRY_POINTS)
 
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
-    """The options of a kind. ValueError, with the nearest kinds, where there is none."""
+    """Returns the class of a kind's options, such as ``info_nce.Options``. Raises ValueError, with
+    the nearest kinds, if there is none."""
     if kind not in kinds():
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
-    if points := _others(tuple(sys.path)).select(name=kind):
+    if points := _plugins(tuple(sys.path)).select(name=kind):
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:
-        module = importlib.import_module(f"{__package__}.{_ELSEWHERE.get(kind, kind)}")
+        module = importlib.import_module(f"{__package__}.{_MODULES.get(kind, kind)}")
         options = module.Options
     if not (isinstance(options, type) and issubclass(options, ObjectiveOptions)):
         raise ValueError(f"objective {kind!r} has no class Options that is an ObjectiveOptions")
@@ -397,8 +406,8 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
 
 
 def parse(value: Any) -> Any:
-    """Returns checked ObjectiveOptions of a mapping with ``kind``, or a ``Sum`` of a list of them;
-    options that are checked already are returned as they are."""
+    """Returns the checked options of a mapping such as ``{"kind": "hcl"}``, or a ``Sum`` of a list
+    of mappings. Options, which are checked already, are returned as they are."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         every = Sum(TypeAdapter(list[_Term]).validate_python(list(value)))
         every.refuse_contradictions()
@@ -424,4 +433,4 @@ def _parse_term(value: Any) -> ObjectiveOptions:
 
 _Term = Annotated[ObjectiveOptions, PlainValidator(_parse_term)]
 AnyObjective = SerializeAsAny[Annotated[ObjectiveOptions | Sum, PlainValidator(parse)]]
-"""The type of an option that is an objective of any kind, or a list of them."""
+"""The type of an option ``objective``: of any kind, or a list of objectives."""

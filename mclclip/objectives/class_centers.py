@@ -1,22 +1,24 @@
 """Class centers: learned rows of a head with up to millions of classes, shared out over the ranks.
 
-PartialFC (An et al., 2021) keeps each rank's rows on that rank, gathers the samples' features, and
-sums over ranks what the loss needs. Rows are cut as DTensor cuts them (the last ranks may have
-fewer or none), so that a checkpoint of W ranks goes on with any other number. Their gradients are
-never averaged: they stay outside of what DDP, FSDP and ZeRO wrap, and have an optimizer of their
-own.
+Each rank keeps its own rows; it gathers the samples' features of all ranks, and the ranks add up
+what the loss needs. Rows are cut as DTensor cuts them (the last ranks may have fewer or none), so
+that a checkpoint can be loaded by any number of ranks. Gradients of rows are never averaged:
+engines (DDP, FSDP, ZeRO) do not wrap them, and they have an optimizer of their own.
 
-A loss sums over positive and negative classes of a batch. Of row i with the unit feature e and unit
-class centers w, and scores s = scale * (e . w):
+A loss sums over positive and negative classes of a batch. For row i with unit feature e, unit class
+centers w, and scores s = scale * (e . w):
 
     P_i = sum of exp(-scale * phi(e . w_j)) over its positives j,
     N_i = sum of exp(s_ij) over the drawn negatives j that are not its positives.
 
-MLCD, MLC and the softmax loss are functions of these two numbers (algorithms of PartialFC, and
-MLCD, Eq. 4 to 6). Forward, beside the gathering of features and labels, one sum of [B, 2] over the
-ranks; backward, one reduction of the features' gradient to its owners. Scores are computed in
-tiles, twice, and never exist whole. P and N are summed in float64, whose exponents hold both
-exp(-scale) and exp(scale): so no largest score has to be agreed on first.
+MLCD, MLC and the softmax loss are functions of these two numbers. The forward pass gathers features
+and labels, and adds [B, 2] numbers over the ranks; the backward pass adds the features' gradients
+and hands them to their owners. Scores are computed in tiles, twice, and never exist whole. P and N
+are added up in float64, which holds both exp(-scale) and exp(scale), so ranks need not agree on the
+largest score first.
+
+Source: An et al., "Partial FC: Training 10 Million Identities on a Single Machine" (2020),
+arXiv:2010.05222; MLCD (arXiv:2407.17331), Eq. 4 to 6.
 """
 
 from __future__ import annotations
@@ -41,32 +43,33 @@ from mclclip.util.pair_products import pair_products
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
 InitialRows = Callable[[int, int], Tensor]
-"""(start, stop) -> [stop - start, D]: the initial rows of these classes."""
+"""A function of (start, stop) that returns the initial rows of these classes, [stop - start, D]."""
 
-_ROWS_PER_DRAW = 4_096  # rows of one random generator; part of the initial values
-_NEAR_ONE = 1.0 - 1e-4  # the angle's derivative has no bound at a cosine of 1
+_ROWS_PER_DRAW = 4_096  # rows of one random generator; the initial rows depend on it
+_NEAR_ONE = 1.0 - 1e-4  # of a cosine; the derivative of the angle is infinite at 1
 _STATE = ("rows", "exp_avg", "exp_avg_sq", "steps")
 
 
 class ShardedClassCenters:
-    """``num_classes`` rows of width ``dim``; this rank holds the classes ``start`` to ``stop``.
+    """The class centers of ``num_classes`` classes, with their AdamW; this rank holds those of the
+    classes ``start`` to ``stop``, as ``rows`` [stop - start, dim].
 
-    draw      step -> int64 ids of the classes that serve as negatives in that step, in the order
-              in which they were drawn: the same on all ranks (None: all classes)
-    rule      ``two_path``: the drawn ones; ``exclude_positives``: those of them that are positive
-              for no row of the batch; ``partial_fc``: all positives of the batch, and of the drawn
-              ones as many as are left of their number (PartialFC's rule)
-    initial   the rows at the start (None: whatever the memory holds, where only shapes count)
+    draw      a function of the step that returns the classes which serve as its negatives, int64,
+              in the order in which they were drawn, the same on all ranks (None: all classes)
+    rule      which negatives a batch has: ``two_path``: the drawn classes; ``exclude_positives``:
+              those of them that are positive for no row of the batch; ``partial_fc``: all positives
+              of the batch, and then drawn ones up to the number that was drawn (PartialFC's rule)
+    initial   gives the rows at the start (None: any values, if only shapes count)
     dtype     float32, or float64 for checks
 
-    They have an AdamW of their own (Loshchilov and Hutter, 2019), whose learning rate is
-    ``lr_scale`` times the training's. ``lazy``: only rows that a step touches (its positives and
-    its drawn negatives) move, and each counts its own steps. Otherwise all rows move, along their
-    momentum and towards zero, whether they were touched or not, as any dense AdamW does; with a
-    tenth of the classes drawn a row then moves ten times as often.
+    The learning rate of their AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) is ``lr_scale``
+    times the training's. With ``lazy`` only the rows that a step touches (its positives and its
+    negatives) move, and each counts its own steps. Otherwise all rows move, along their momentum
+    and towards zero, as with any dense AdamW; with a tenth of the classes drawn, a row then moves
+    ten times as often.
 
-    Gradients are kept for the touched rows only: ``touched`` int64 [t], ascending and in main
-    memory, and ``grad`` [t, D]. Raises ValueError for initial rows of another width.
+    Only touched rows have gradients: ``grad`` [t, D] of the rows ``touched``, int64 [t], ascending,
+    in main memory. Raises ValueError for initial rows of another width.
     """
 
     def __init__(
@@ -110,15 +113,15 @@ class ShardedClassCenters:
     # --- a step --------------------------------------------------------------------------------
 
     def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
-        """Draws the negatives of a step; the loss that is differentiated in it will be multiplied
-        by ``loss_scale``."""
+        """Draws the negatives of a step, whose loss will be multiplied by ``loss_scale`` before it
+        is differentiated."""
         self.loss_scale = loss_scale
         if self.draw is not None:
             self._drawn = self.draw(step)
 
     def negatives(self, labels: Tensor) -> Tensor:
-        """int64 [n], ascending: rows of this rank that are negatives for the batch with positives
-        ``labels`` [B, l] (-1: none); both in main memory."""
+        """Returns which of this rank's rows are negatives of a batch, int64 [n], ascending.
+        ``labels`` [B, l] are the batch's positive classes (-1: none). Both are in main memory."""
         drawn = self._drawn
         if self.rule != "two_path":
             positives = np.unique(labels.numpy())
@@ -133,7 +136,8 @@ class ShardedClassCenters:
         return torch.from_numpy(local_rows)
 
     def add_gradient(self, touched: Tensor, grad: Tensor) -> None:
-        """Adds the gradient [t, D] of the rows ``touched`` [t], ascending, in main memory."""
+        """Adds ``grad`` [t, D], the gradient of the rows ``touched`` [t], ascending, in main
+        memory."""
         if self.touched is None or self.grad is None:
             self.touched, self.grad = touched, grad
             return
@@ -144,22 +148,22 @@ class ShardedClassCenters:
         self.touched, self.grad = union, total
 
     def zero_grad(self) -> None:
-        """Forgets the gradient."""
+        """Deletes the gradient."""
         self.touched = self.grad = None
 
     def grad_square(self) -> Tensor:
-        """The sum of squares of the gradient over all ranks, float64, 0-dimensional."""
+        """Returns the sum of squares of the gradient over all ranks, a float64 scalar."""
         here = torch.zeros((), dtype=torch.float64, device=self.context.device)
         if self.grad is not None:
             here = torch.linalg.vector_norm(self.grad, dtype=torch.float64).square()
         return collectives.all_reduce_sum(here)
 
     def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
-        """One AdamW step along ``factor`` times the gradient, at lr_scale times ``lr``."""
+        """Makes one step of AdamW along ``factor`` times the gradient; ``lr`` is the training's."""
         if self.touched is None or self.grad is None:
             return
         lr *= self.lr_scale
-        at_once = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
+        at_once = 16_384 if self.rows.device.type == "cuda" else 1024  # fits a CPU's cache
         touched = to_device(self.touched, self.rows.device)
         if self.lazy:
             for first in range(0, len(touched), at_once):
@@ -174,13 +178,13 @@ class ShardedClassCenters:
             self._move(slice(first, stop), grad, lr)
 
     def _move(self, where: Tensor | slice, grad: Tensor, lr: float) -> None:
-        """AdamW of some rows; each corrects the bias of its moments by its own count."""
+        """Moves some rows by AdamW; each corrects the bias of its moments by its own step count."""
         self.steps[where] += 1
         count = self.steps[where].to(grad.dtype)[:, None]
         first = self.exp_avg[where].lerp_(grad, 1.0 - self.betas[0])
         second = self.exp_avg_sq[where].mul_(self.betas[1])
         second.addcmul_(grad, grad, value=1.0 - self.betas[1])
-        if isinstance(where, Tensor):  # what an index takes out is a copy
+        if isinstance(where, Tensor):  # then they are copies
             self.exp_avg[where], self.exp_avg_sq[where] = first, second
         size = second.sqrt().div_((1.0 - self.betas[1] ** count).sqrt_()).add_(self.eps)
         change = (first / size).mul_(lr / (1.0 - self.betas[0] ** count))
@@ -190,7 +194,8 @@ class ShardedClassCenters:
     # --- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``class_centers.NAME``: rows, moments and step counts, as shards of one tensor each."""
+        """Returns rows, moments and step counts, such as ``class_centers.exp_avg``; each is this
+        rank's shard of one tensor."""
         return {f"class_centers.{name}": self._shards.whole(getattr(self, name)) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -200,10 +205,8 @@ class ShardedClassCenters:
 
 
 def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> InitialRows:
-    """Rows drawn from a normal distribution: the same for any number of ranks.
-
-    Source: UNICOM and PartialFC start so.
-    """
+    """Returns initial rows from a normal distribution, the same for any number of ranks, as in
+    UNICOM and PartialFC."""
 
     def rows(start: int, stop: int) -> Tensor:
         first = start // _ROWS_PER_DRAW * _ROWS_PER_DRAW
@@ -222,13 +225,15 @@ def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> InitialRows:
 
 @dataclass(frozen=True)
 class Margin:
-    """phi(c), what takes the place of a positive cosine c, and its derivative.
+    """Computes phi(c), which replaces the cosine c of a positive class, and its derivative.
 
-    ``arc``: cos(arccos c + size), and c - size * sin(size) where the angle would pass pi, so that
-    phi goes on falling with the angle (ArcFace, Deng et al., 2019); ``cos``: c - size (CosFace,
-    Wang et al., 2018); ``none``: c. MLCD says "m = 0.3 for the positive classes, following ArcFace"
-    and no more. ``gradient``: ``straight_through`` takes the derivative as 1, as PartialFC's code
-    does. Arc's cosines are clamped to 1 - 1e-4.
+    kind      ``arc``: cos(arccos c + size), and c - size * sin(size) if the angle would pass pi, so
+              that phi falls further (ArcFace, Deng et al., 2019, arXiv:1801.07698); ``cos``:
+              c - size (CosFace, Wang et al., 2018, arXiv:1801.09414); ``none``: c. MLCD says "m =
+              0.3 for the positive classes, following ArcFace" and no more
+    gradient  ``straight_through`` takes the derivative as 1, as PartialFC's code does
+
+    With ``arc`` cosines are clamped to 1 - 1e-4.
     """
 
     kind: Literal["arc", "cos", "none"] = "arc"
@@ -236,7 +241,7 @@ class Margin:
     gradient: Literal["exact", "straight_through"] = "exact"
 
     def __call__(self, cosine: Tensor) -> Tensor:
-        """phi of each cosine."""
+        """Returns phi(c) of each cosine."""
         if self.kind == "none":
             return cosine
         if self.kind == "cos":
@@ -247,7 +252,7 @@ class Margin:
         return torch.where(beyond_pi, c - self.size * math.sin(self.size), turned)
 
     def derivative(self, cosine: Tensor) -> Tensor:
-        """d phi / d c of each cosine."""
+        """Returns the derivative of phi at each cosine."""
         if self.kind != "arc" or self.gradient == "straight_through":
             return torch.ones_like(cosine)
         c = cosine.clamp(-_NEAR_ONE, _NEAR_ONE)
@@ -257,7 +262,8 @@ class Margin:
         return torch.where(cosine.abs() <= _NEAR_ONE, slope, torch.zeros_like(c))
 
 
-# A compiler would unroll the loops over tiles, and compile again for every step's negatives.
+# Not compiled, because a compiler would unroll the loops over tiles, and compile again for every
+# step's negatives.
 @not_compiled
 def class_sums(
     features: Tensor,
@@ -268,22 +274,23 @@ def class_sums(
     margin: Margin,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """log P and log N of every row of the global batch (see the head of this module).
+    """Returns log P and log N of every row of the global batch, and figures to log.
 
     Args:
         features: [b, D] of this rank, unit length, float32 or float64. All ranks have the same b.
-        labels: [b, l] int64, classes that are positive; -1: none. In main memory, or the host
-            waits for them.
-        centers: after ``begin`` of this step. Their gradient is added to them in the backward.
+        labels: int64 [b, l], the positive classes of each row, -1 for none, in main memory (on a
+            GPU, the host would wait for them).
+        centers: must have begun this step (``begin``). The backward adds their gradient to them.
         scale: multiplier of cosines.
+        margin: of positive cosines.
         tile: rows and classes of the scores that are computed at a time.
 
     Returns:
-        log P and log N [B], alike on every rank, differentiable once. The gradient of ``features``
-        is world_size times that of a loss of the global batch which every rank computes alike, for
-        engines that average over ranks. Bool [B]: the row has a positive; others do not count. By
-        name, what this rank saw of the classes: a mean over ranks is that of the global batch, and
-        for names with ``max`` the largest.
+        log P and log N, [B] each, the same on every rank, differentiable once. Every rank computes
+        the loss of the whole global batch, and engines average gradients over ranks, so the
+        gradient of ``features`` is multiplied by the number of ranks. Then bool [B]: the row has a
+        positive, and counts. Then figures by name, such as ``positive_cosine``: their mean over the
+        ranks (if ``max`` is in the name, the largest) is the figure of the global batch.
     """
     with choose_no_autocast(features.device):
         every = collectives.gather(labels.cpu().int()).long()
@@ -294,7 +301,7 @@ def class_sums(
 
 
 class _ClassSums(torch.autograd.Function):
-    """See ``class_sums``."""
+    """The sums and their gradients for ``class_sums``."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, batch: _ClassBatch) -> tuple[Tensor, Tensor]:
@@ -324,18 +331,19 @@ class _ClassSums(torch.autograd.Function):
             grad, of_centers = batch.pull_positives(every, cosine, log_p, grad_p)
             batch.pull_negatives(every, log_n, grad_n, grad, of_centers)
             batch.centers.add_gradient(batch.touched_here, of_centers)
-            # Engines average over the ranks what is a sum here.
+            # Engines will average over the ranks, but the gradient is a sum over them.
             local_grad = collectives.sum_to_owner(grad) * collectives.world_size()
         return local_grad, None
 
 
 class _ClassBatch:
-    """A batch beside the classes of this rank: its positives, its negatives, tiles of their scores.
+    """The positives and negatives of a batch among this rank's classes, and tiles of their scores.
 
-    All of it follows from ``labels`` [B, l], which are in main memory: what is sorted and counted
-    is so there, and only results go to the device, where lengths that depend on values would make
-    the host wait. Classes are numbered by their rows on this rank, or by their position among the t
-    that are ``touched``, as positives or negatives. ``touched_here`` is the same in main memory.
+    All of it follows from ``labels`` [B, l]. They are sorted and counted in main memory, and only
+    the results go to the device, because tensors whose length depends on values would make the host
+    wait. A class has two numbers: its row on this rank, and its position among the t rows that the
+    batch touches, as positives or negatives. ``touched`` [t] are these rows, and ``touched_here``
+    the same in main memory.
     """
 
     def __init__(
@@ -347,13 +355,13 @@ class _ClassBatch:
         moved = partial(to_device, device=rows.device)
         self.counted = moved((labels >= 0).any(dim=1))
         self.num_positives = moved((labels >= 0).sum().clamp_min(1))
-        # The pairs of a row and a positive class, by row, and their order by class.
+        # The pairs of a row and a positive class, in the order of rows; then their order by class.
         is_local = (labels >= centers.start) & (labels < centers.stop)
         row, positives = is_local.nonzero()[:, 0], labels[is_local] - centers.start
         self.own, self.row, self.positives = moved(is_local), moved(row), moved(positives)
         self.row_starts = moved(starts_of(is_local.sum(dim=1)))
         self.by_class = moved(positives.argsort(stable=True))
-        # The classes that take part, and where negatives and positives are among them.
+        # The touched classes, and the positions of negatives and positives among them.
         negatives, uses = centers.negatives(labels), torch.bincount(positives, minlength=len(rows))
         takes_part = uses > 0
         takes_part[negatives] = True
@@ -366,7 +374,7 @@ class _ClassBatch:
         )
         squares = pair_products(rows, rows, starts_of(moved(takes_part)), self.touched)
         self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
-        # Where a row's own positive was drawn as a negative, in the order of the tiles.
+        # Places of scores whose class is both drawn and positive for the row, in tile order.
         column = torch.full((len(rows),), -1)
         column[negatives] = torch.arange(len(negatives))
         column = column[positives]
@@ -381,7 +389,7 @@ class _ClassBatch:
     # --- sums ----------------------------------------------------------------------------------
 
     def positive_sums(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of P, float64 [B], and the cosines of its pairs [n]."""
+        """Returns this rank's part of P, float64 [B], and the cosines of its positive pairs [n]."""
         cosine = pair_products(features, self.centers.rows, self.row_starts, self.positives)
         cosine *= self.inverse[self.of_positives]
         terms = torch.exp(-self.scale * self.margin(cosine).double())
@@ -389,12 +397,12 @@ class _ClassBatch:
         return sums, cosine
 
     def negative_sums(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of N, float64 [B], and the largest cosine of a negative."""
+        """Returns this rank's part of N, float64 [B], and the largest cosine of a negative."""
         sums = features.new_zeros(len(features), dtype=torch.float64)
         largest = features.new_full((), -self.scale)
         for _, _, tiles in self._negative_blocks(features):
             for rows, scores in tiles:
-                top = scores.amax(dim=1).clamp_min_(-self.scale)  # -inf where none counts
+                top = scores.amax(dim=1).clamp_min_(-self.scale)  # -inf if none counts
                 largest = torch.maximum(largest, top.amax())
                 terms = scores.sub_(top[:, None]).exp_().sum(dim=1)
                 sums[rows] += terms.double() * top.double().exp_()
@@ -403,8 +411,9 @@ class _ClassBatch:
     def _negative_blocks(
         self, features: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Iterator[tuple[slice, Tensor]]]]:
-        """Unit class centers [m, D] of some negatives, their positions [m] among the touched, and
-        for each tile of ``features`` the rows and their scores [r, m], valid until the next one."""
+        """Yields, for blocks of m negatives: their unit class centers [m, D], their positions [m]
+        among the touched, and an iterator over tiles of ``features``, which gives the rows of a
+        tile and their scores [r, m], valid until the next tile."""
         scaled = features * self.scale
         count = min(self.tile, len(scaled)) * min(self.tile, len(self.of_negatives))
         memory = features.new_empty(count)
@@ -434,8 +443,8 @@ class _ClassBatch:
     def pull_positives(
         self, features: Tensor, cosine: Tensor, log_p: Tensor, grad_p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients through P: of the features [B, D], and of the touched class centers [t, D], out
-        of the loss scale."""
+        """Returns the gradients through P of the features, [B, D], and of the touched class
+        centers, [t, D]; the latter are divided by the loss scale."""
         shares = torch.exp(-self.scale * self.margin(cosine) - log_p[self.row])
         slope = self.margin.derivative(cosine) * self.inverse[self.of_positives]
         weights = -self.scale * grad_p[self.row] * shares * slope
@@ -444,7 +453,7 @@ class _ClassBatch:
         pairs, starts = self.by_class, starts_of(self.uses)
         weights = weights[pairs] / self.centers.loss_scale
         of_centers = weighted_sums(features, self.row[pairs], starts, weights)
-        # Gradient of w / |w|: only the part orthogonal to w remains.
+        # Through w / |w| only the part that is orthogonal to w remains.
         along = weighted_sums(cosine[:, None], pairs, starts, weights) * self.inverse[:, None]
         for first in range(0, len(of_centers), self.tile):
             part = slice(first, first + self.tile)
@@ -460,8 +469,8 @@ class _ClassBatch:
         of_features: Tensor,
         of_centers: Tensor,
     ) -> None:
-        """Adds the gradients through N to those of the features and the touched class centers."""
-        # An empty sum has no terms: their share of it becomes 0, not inf.
+        """Adds the gradients through N to ``of_features`` and ``of_centers``, those through P."""
+        # An empty sum: inf, so that exp(score - log_n) is 0.
         log_n = log_n.masked_fill(log_n == float("-inf"), float("inf"))
         weights = self.scale * grad_n
         for centers, positions, tiles in self._negative_blocks(features):
@@ -473,18 +482,18 @@ class _ClassBatch:
             along = (grad * centers).sum(dim=1, keepdim=True)
             grad.addcmul_(centers, along, value=-1.0)
             grad.mul_(self.inverse[positions, None] / self.centers.loss_scale)
-            of_centers.index_add_(0, positions, grad)  # no position twice: in any order
+            of_centers.index_add_(0, positions, grad)  # exact, since no position comes twice
 
 
 def starts_of(counts: Tensor) -> Tensor:
-    """[n + 1]: where each of n runs of these lengths starts, and where the last one ends."""
+    """Returns where each of n runs of these lengths starts, and where the last ends, [n + 1]."""
     return functional.pad(counts.cumsum(0), (1, 0))
 
 
 def weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
+    """Returns rows i: the sum of ``weights[p] * table[ids[p]]`` for p in starts[i]..starts[i + 1].
 
-    Rows are read where they are, too, and always added in the same order.
+    Rows of ``table`` are not copied, and always added in the same order.
     """
     return functional.embedding_bag(
         ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True

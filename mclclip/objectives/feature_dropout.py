@@ -1,35 +1,38 @@
 """Feature dropout: NT-Xent between views that an adversary changes to make the loss larger.
 
-The adversary is a network m that changes each view x, with noise u of its own, by at most epsilon
-of a pixel in the mean. The encoder f moves down and the adversary up along the same loss,
+The adversary is a network m that changes each view x, given noise u, by at most epsilon of a pixel
+on average. The encoder f moves down and the adversary up along the same loss,
 
     min over f, max over m of  NT-Xent( f(x + m(x, u)), f(y + m(y, u')) )
 
-A pixel lies between 0 and 1. The change is made to what the augmentation gives, before it is
-normalised, and the sum is cut to [0, 1]. In the authors' code that is the picture itself: theirs is
+A pixel lies between 0 and 1. The change is added to the augmented picture before it is normalized,
+and the sum is clamped to [0, 1]. In the authors' code the picture is not augmented at all, which is
 an augmentation of ``kind: none``.
 
 Source: Tamkin et al., "Feature Dropout: Revisiting the Role of Augmentations in Contrastive
-Learning" (2022), with the adversary of "Viewmaker Networks: Learning Views for Unsupervised
-Representation Learning" (Tamkin, Wu and Goodman, 2021, section 3). Its layers are those of style
-transfer (Johnson, Alahi and Fei-Fei, 2016), with a channel of noise beside the image and one more
-before every residual block.
+Learning" (2022), arXiv:2212.08378. The adversary is that of Tamkin, Wu and Goodman, "Viewmaker
+Networks: Learning Views for Unsupervised Representation Learning" (ICLR 2021), arXiv:2010.07432,
+section 3. Its layers are those of a style transfer network (Johnson, Alahi and Fei-Fei, "Perceptual
+Losses for Real-Time Style Transfer and Super-Resolution", ECCV 2016, arXiv:1603.08155), with a
+channel of noise beside the image and one more before every residual block.
 
-Inputs: two views of every image; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not read. In
-a list it stands first, because the other objectives see the changed views.
+Inputs: two views of every image; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are not read.
+In a list it stands first, because the other objectives see the changed views.
 
-Use it where it is not known which augmentations are right, or where a model should learn features
-that another one hides. It is a baseline of MCL's Table 2. It costs a second network, and gradients
-of the pixels.
+Use it if it is not known which augmentations are right, or if a model should learn features that
+another one hides. It is a baseline in MCL's Table 2. It costs a second network, and gradients of
+the pixels.
 
 Relations: without a budget (``epsilon: 0``) it is ``nt_xent``. ``ifm`` has an adversary too, which
 changes features and needs no network.
 
-Departures from the authors' code. Both players move along the gradient of one forward pass, where
-theirs runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both
-directions with MCL's mask; theirs has one direction, and a view among its own negatives. Noise is
-keyed by the sample, so that neither ranks nor resuming change it. Images of any size keep it; the
-paper's are multiples of four pixels.
+Departures from the authors' code. Both players move along the gradient of one forward pass; theirs
+runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both
+directions with MCL's mask; theirs has one direction, and a view is among its own negatives. Noise
+is drawn from the sample's id, so that neither ranks nor resuming change it. Images keep any size;
+the paper's are multiples of four pixels.
+
+Example: ``train.objective={kind: feature_dropout, epsilon: 0.05}``.
 
 Its slow references are ``nt_xent`` and ``viewmaker`` in tests/objective_loops.py.
 """
@@ -39,7 +42,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -69,7 +72,7 @@ from mclclip.util.randomness import mix_tensors
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SMALLEST_SIDE = 5  # of an image, in pixels: the first layer mirrors four at each border
 _KERNEL = 9  # of the first and the last layer
-_NOISE_BITS = 24  # fp32 holds so many
+_NOISE_BITS = 24  # what fp32 holds exactly
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -80,32 +83,29 @@ class Options(ContrastOptions):
     """Which objective."""
     temperature: AnyTemperature = 0.5
     epsilon: NonNegativeFloat = 0.05
-    """Largest mean change of an image's pixels, which lie between 0 and 1; 0: none."""
+    """Largest mean change of an image's pixels, which lie between 0 and 1; 0: no change."""
     adversary_lr: PositiveFloat = 1e-3
-    """Learning rate of the adversary's Adam in all steps: neither warm-up nor decay touch it."""
+    """Learning rate of the adversary's Adam, the same at all steps."""
     width: PositiveInt = 32
-    """Channels of the adversary's first layer; later ones have twice and four times as many."""
+    """Channels of the adversary's first layer; the next two have twice and four times as many."""
     residual_blocks: NonNegativeInt = 3
-    """Residual blocks of the adversary, each with noise of its own."""
+    """Residual blocks of the adversary, each with a channel of noise."""
 
-    between: ClassVar[Between] = "views"
+    @property
+    def between(self) -> Between:
+        """Views: captions are not read."""
+        return "views"
 
     @property
     def reads(self) -> Reads:
-        """Returns groups, and two views with their pixels."""
-        return replace(super().reads, pixels=True)
+        """Groups, and two views whose pixels it changes."""
+        return replace(super().reads, changes_pixels=True)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """The loss and a new adversary, which is the same on every rank.
+        """Returns the loss with a new adversary, the same on every rank.
 
-        Raises ValueError for images that are too small for it.
+        Raises ValueError for images that are too small for the adversary.
         """
-        network = self._network(inputs)
-        if not inputs.shapes_only:  # tensors without values stay where they are made
-            network.to(inputs.context.device)
-        return FeatureDropout(self, network, inputs)
-
-    def _network(self, inputs: ObjectiveInputs) -> Viewmaker:
         model: Any = inputs.model
         size = model.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -117,50 +117,55 @@ class Options(ContrastOptions):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(inputs.seed)
             shape = model.num_channels, self.width, self.residual_blocks
-            return Viewmaker(*shape, dtype=inputs.dtype)
+            network = Viewmaker(*shape, dtype=inputs.dtype)
+        if not inputs.shapes_only:  # a plan's tensors have no values to move
+            network.to(inputs.context.device)
+        return FeatureDropout(self, network, inputs)
 
 
 class Adversary:
-    """The network that changes views, whole on every rank, and its optimizer.
+    """The network that changes views, whole on every rank, with its optimizer
+    (`UnwrappedParameters`).
 
-    It is `UnwrappedParameters`. The optimizer is Adam along the mean gradient of all ranks,
-    upwards: the network makes the loss larger that the model makes smaller. Its learning rate is
-    its own; where gradients are clipped, its gradient is clipped with the model's, by one factor.
-    ``seed`` is that of the noise.
+    The optimizer is Adam with a learning rate of its own. It moves upwards along the mean gradient
+    of all ranks, so that the network makes larger what the model makes smaller. If gradients are
+    clipped, the network's is clipped together with the model's, by one factor. The noise depends on
+    ``seed``.
     """
 
     def __init__(self, network: Viewmaker, lr: float, seed: int = 0) -> None:
         self.network, self.seed = network, seed
-        self._now, self._averaged = 0, False
+        self._step, self._averaged = 0, False
         self._loss_scale: Tensor | float = 1.0
         self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, maximize=True)
-        for weight in network.parameters():  # before the first step, for a state to be loaded into
+        for weight in network.parameters():  # now, so that a state can be loaded
             moments = {name: torch.zeros_like(weight) for name in _MOMENTS}
             self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
     def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
-        """Takes note of the step, on which the noise depends, and of the factor of the loss."""
-        self._now, self._loss_scale = step, loss_scale
+        """Remembers the step, which the noise depends on, and the factor of the step's loss."""
+        self._step, self._loss_scale = step, loss_scale
 
     @not_compiled
     def noise(self, view: int, sample_id: Tensor, size: Sequence[int]) -> Tensor:
-        """[b, n] for the network, of this step's images of a height and width, as view ``view``."""
+        """Returns the noise [b, n] for this step's images of ``size`` (height, width); ``view`` is
+        0 or 1."""
         count = self.network.num_noise(*size)
-        return keyed_noise(self.seed, self._now, view, sample_id, count)
+        return keyed_noise(self.seed, self._step, view, sample_id, count)
 
     def zero_grad(self) -> None:
-        """Drops the gradient."""
+        """Deletes the gradient."""
         self.optimizer.zero_grad()
         self._averaged = False
 
     def grad_square(self) -> Tensor:
-        """The sum of squares of the mean gradient, float64, 0-dimensional."""
-        gradient = self._flat().double()
-        return gradient.square().sum()
+        """Returns the sum of squares of the mean gradient, a float64 scalar."""
+        return self._average_gradients().double().square().sum()
 
     def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
-        """One step of Adam upwards, along ``factor`` times the gradient; ``lr`` is the model's."""
-        self._flat()
+        """Makes one step of Adam upwards, along ``factor`` times the gradient; ``lr``, the model's,
+        is not used."""
+        self._average_gradients()
         for gradient in self._gradients():
             gradient.mul_(factor)
         self.optimizer.step()
@@ -168,8 +173,8 @@ class Adversary:
     def _gradients(self) -> list[Tensor]:
         return [w.grad for w in self.network.parameters() if w.grad is not None]
 
-    def _flat(self) -> Tensor:
-        """All gradients as one vector; the first call of a step averages them over the ranks."""
+    def _average_gradients(self) -> Tensor:
+        """Averages the gradients over the ranks, once in a step; returns them as one vector."""
         gradients = self._gradients()
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         if not self._averaged:
@@ -182,19 +187,19 @@ class Adversary:
         return flat
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``adversary.weights.NAME``, Adam's moments ``adversary.MOMENT.NAME``, and the number of
-        its steps."""
+        """Returns the weights, such as ``adversary.weights.last.bias``, Adam's moments, such as
+        ``adversary.exp_avg.last.bias``, and the number of its steps."""
         state = {}
         for name, weight in self.network.named_parameters():
             moments = self.optimizer.state[weight]
             state[f"adversary.weights.{name}"] = weight.detach()
             state |= {f"adversary.{moment}.{name}": moments[moment] for moment in _MOMENTS}
-            state["adversary.steps"] = moments["step"]  # that of all
+            state["adversary.steps"] = moments["step"]  # the same for all weights
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what ``state_dict`` gave."""
+        """Restores what ``state_dict`` returned."""
         for name, weight in self.network.named_parameters():
             moments = self.optimizer.state[weight]
             weight.copy_(state[f"adversary.weights.{name}"])
@@ -204,9 +209,9 @@ class Adversary:
 
 
 class FeatureDropout(Objective):
-    """A loss between two views, each of which the adversary has changed by noise of its own.
+    """NT-Xent between two views, each of which the adversary has changed with noise of its own.
 
-    ``mean`` and ``deviation`` are of pixels, [C, 1, 1]: views are (pixels - mean) / deviation.
+    Views are (pixels - mean) / deviation, with ``mean`` and ``deviation`` [C, 1, 1].
     """
 
     mean: Tensor
@@ -221,19 +226,17 @@ class FeatureDropout(Objective):
             self.register_buffer(name, value, persistent=False)
 
     def outside(self) -> Sequence[UnwrappedParameters]:
-        """The adversary."""
+        """Returns the adversary."""
         return [self.adversary]
 
     def features(
         self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
-        """Adds the model's features of the changed views, and ``view_change``: [b], the mean change
-        of a sample's pixels. Raises ValueError for another number of views than two."""
-        if len(batch.views) != 2:
-            raise ValueError(f"feature_dropout changes two views, and got {len(batch.views)}")
+        """Adds the model's features of the changed views, and ``view_change`` [b], the mean change
+        of a sample's pixels."""
         changed = copy.copy(batch)
         changed.views = [
-            self.changed(view, number, batch.sample_id) for number, view in enumerate(batch.views)
+            self.change(view, number, batch.sample_id) for number, view in enumerate(batch.views)
         ]
         changes = [
             ((new.detach() - old) * self.deviation).abs().mean(dim=(1, 2, 3))
@@ -243,28 +246,26 @@ class FeatureDropout(Objective):
             "view_change": torch.stack(changes).mean(dim=0)
         }
 
-    def changed(self, view: Tensor, number: int, sample_id: Tensor) -> Tensor:
-        """[b, C, H, W] -> the same as the adversary changes it in this step, as view ``number``.
-
-        An unchanged pixel keeps its bits.
-        """
+    def change(self, view: Tensor, number: int, sample_id: Tensor) -> Tensor:
+        """Returns the view, [b, C, H, W], as the adversary changes it at this step; ``number`` is 0
+        or 1. A pixel that is not changed keeps its bits."""
         mean, deviation = self.mean.to(view), self.deviation.to(view)
         pixels = (view * deviation + mean).clamp(0.0, 1.0)
         noise = self.adversary.noise(number, sample_id, view.shape[-2:]).to(view.dtype)
         raw = self.adversary.network(pixels, noise).to(view.dtype)
-        changes = bounded(raw, self.epsilon)
-        # In fp32, as the transforms compute them, so that they cut nothing that is unchanged.
+        changes = bound(raw, self.epsilon)
+        # In fp32, as transforms compute them, so that clamping moves no unchanged pixel.
         black, white = ((value - self.mean) / self.deviation for value in (0.0, 1.0))
         return torch.clamp(view + changes / deviation, black.to(view), white.to(view))
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Returns the parts of the loss of the features, and ``view_change``, the mean over this
-        rank's samples; see ``Contrast.forward``."""
+        """Returns the parts of NT-Xent (``Contrast.forward``), and ``view_change``, the mean over
+        this rank's samples."""
         parts: dict[str, Tensor] = self.loss(features, batch)
         return parts | {"view_change": features["view_change"].detach().mean()}
 
     def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
-        """Returns the chance of the loss of the features."""
+        """Returns the chance of NT-Xent."""
         return self.loss.chance(features, batch, parts)
 
 
@@ -272,10 +273,12 @@ class FeatureDropout(Objective):
 
 
 class Viewmaker(nn.Module):
-    """Pixels [b, C, H, W] and noise [b, `num_noise`] -> [b, C, H, W], not yet `bounded`.
+    """Computes changes [b, C, H, W] from pixels [b, C, H, W] and noise [b, `num_noise`]; `bound`
+    then limits their size.
 
-    width            channels of the first layer; twice as many at half the size, and again
-    residual_blocks  at a quarter of the size; each gets a channel of noise of its own
+    width            channels of the first layer; there are twice as many at half the size, and
+                     four times as many at a quarter
+    residual_blocks  at a quarter of the size; each gets a channel of noise
     """
 
     def __init__(
@@ -301,7 +304,7 @@ class Viewmaker(nn.Module):
         self.last = MirroredConv2d(width, num_channels, _KERNEL, dtype=dtype)
 
     def num_noise(self, height: int, width: int) -> int:
-        """Numbers of noise for an image of this size."""
+        """Returns how many numbers of noise an image of this size needs."""
         return sum(high * wide for high, wide in self._noise_sizes(height, width))
 
     def _noise_sizes(self, height: int, width: int) -> Iterator[tuple[int, int]]:
@@ -310,7 +313,7 @@ class Viewmaker(nn.Module):
             yield -(-height // 4), -(-width // 4)
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
-        """See above; the sides are at least `_SMALLEST_SIDE`."""
+        """Returns the changes; sides of images are at least `_SMALLEST_SIDE` pixels."""
         height, width = pixels.shape[-2:]
         sizes = list(self._noise_sizes(height, width))
         parts = torch.split(noise, [high * wide for high, wide in sizes], dim=1)
@@ -327,11 +330,11 @@ class Viewmaker(nn.Module):
         return changes
 
 
-def bounded(raw: Tensor, epsilon: float) -> Tensor:
-    """Changes of pixels whose mean size is at most ``epsilon`` in each image.
+def bound(raw: Tensor, epsilon: float) -> Tensor:
+    """Returns changes of pixels, [b, C, H, W], of at most ``epsilon`` on average in each image.
 
-    tanh(raw) epsilon / (mean |tanh(raw)| + 1e-4), [b, C, H, W]: a mean just below ``epsilon``
-    wherever the tanh is not small.
+    They are tanh(raw) epsilon / (mean |tanh(raw)| + 1e-4), whose mean size is just below
+    ``epsilon`` if the tanh is not small everywhere.
     """
     changes = torch.tanh(raw)
     means = changes.abs().mean(dim=(1, 2, 3), keepdim=True)
@@ -339,9 +342,9 @@ def bounded(raw: Tensor, epsilon: float) -> Tensor:
 
 
 def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) -> Tensor:
-    """float32 [b, count], uniform in [0, 1): a function of (seed, step, view, sample_id, position).
+    """Returns noise, float32 [b, count], uniform in [0, 1).
 
-    It is drawn where ``sample_id`` [b] lies, and is the same on every device.
+    It is a function of seed, step, view, sample id and position, the same on every device.
     """
     step_word, view_word = (torch.full_like(sample_id[:1], word) for word in (step, view))
     positions = torch.arange(count, device=sample_id.device)
@@ -353,7 +356,7 @@ def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) 
 class MirroredConv2d(nn.Conv2d):
     """A convolution over an image that is mirrored at its borders.
 
-    As torch's reflection padding, whose gradient on a GPU differs from run to run.
+    torch's reflection padding computes the same, but its gradient on a GPU differs from run to run.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -367,8 +370,8 @@ class MirroredConv2d(nn.Conv2d):
 
 
 class _Layer(nn.Sequential):
-    """Convolution, instance norm, ReLU: [b, C, H, W] -> [b, D, H / stride, W / stride], rounded
-    up."""
+    """Convolution, instance norm and ReLU: [b, C, H, W] -> [b, D, H / stride, W / stride], sizes
+    rounded up."""
 
     def __init__(
         self, before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
@@ -379,7 +382,7 @@ class _Layer(nn.Sequential):
 
 
 class _Residual(nn.Module):
-    """Two convolutions, whose result is added to their input."""
+    """Two convolutions whose result is added to their input."""
 
     def __init__(self, channels: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,20 +1,21 @@
 """The parts of SimLAP: which classes are paired, gates of two classes, and the loss of gated pairs.
 
-A draw gives each sample a second class (``draw_partners``). A label filter makes gates g of the two
-classes (``LabelFilter``). The loss of a row z compares it with candidates k by the cosine of z * g
-and k * g, with the gates g of the row (``pair_losses``). That cosine is two matrix products,
+``draw_partners`` draws a second class for each sample, ``LabelFilter`` computes gates g from the
+two classes, and ``pair_losses`` compares a row z with candidates k by the cosine of z * g and
+k * g, with the row's gates g. That cosine is made of two matrix products,
 
     (z * g * g) K^T / (|z * g| sqrt((g * g) (K * K)^T))
 
-so no tensor [rows, candidates, D] is made. Scores are computed a tile at a time, twice in the
-forward pass and once more in the backward pass; memory is linear in rows and candidates.
+so no tensor [rows, candidates, D] is needed. Scores are computed in tiles, twice in the forward
+pass and once more in the backward pass; memory is linear in rows and candidates.
 
-Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (SimLAP, 2024): the label
-filter of Eq. 3 to 5 and Table 5c, the loss of Eq. 2 with the logarithm that Eq. 1 and 2 intend.
+Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (SimLAP, 2024),
+arXiv:2410.18200: the label filter of Eq. 3 to 5 and Table 5c, the loss of Eq. 2 with the logarithm
+that Eq. 1 and 2 intend.
 
 Inputs: rows [b, D] and candidates [N, D] of any length, gates [b, D] in (0, 1), classes, groups and
-sample ids of both. ``simlap`` is the objective that is made of these parts; ``row_losses`` has the
-losses of rows that meet all candidates in the same dimensions.
+sample ids of both. The objective ``simlap`` puts these parts together. ``row_losses`` has the
+losses of rows that are compared in the same dimensions.
 
 Its slow reference is ``simlap`` in tests/objective_loops.py, which draws with ``draw_partners``.
 """
@@ -47,21 +48,20 @@ def draw_partners(
     pairing: Pairing = "arbitrary",
     closest: Integers | None = None,
 ) -> Integers:
-    """[B] int64: the class that each sample of the global batch is paired with; -1: there is none.
+    """Returns the class that each sample of the global batch is paired with, int64 [B].
 
     It is SimLAP's second label y2 (section 3.3, "one label from a mini-batch"; Fig. 8: pairs of the
-    N closest classes). A draw depends on the seed, the step and the sample alone, so all ranks make
-    the same one, and a resumed run makes it again.
+    N closest classes). It depends on key, sample and the batch's classes alone, so all ranks and a
+    resumed run draw the same.
 
-    classes, sample_ids   [B] of the global batch; equal ids get equal partners
-    key                   of the step: every key is another draw
-    pairing               ``arbitrary``: any class of the batch, uniformly; ``identical``: the
-                          sample's own; ``distinct``: any other; ``n_closest``: its own or one of
-                          its closest, those of them that the batch has, uniformly
-    closest               for ``n_closest``, of each class of the batch in order (``np.unique``) the
-                          classes closest to it, [P, n], its own not among them
-
-    -1 is given by ``distinct`` alone, where the batch has one class.
+    classes, sample_ids   [B]; equal sample ids get equal partners
+    key                   differs from step to step
+    pairing               ``arbitrary``: any class of the batch, with equal probability;
+                          ``identical``: the sample's own; ``distinct``: any other, -1 if there is
+                          none; ``n_closest``: its own or one of its closest, as far as the batch
+                          has them
+    closest               for ``n_closest``: of each class of the batch in ascending order the
+                          classes that are closest to it, [classes of the batch, n], without itself
     """
     if pairing == "identical":
         return classes.copy()
@@ -70,7 +70,8 @@ def draw_partners(
     if pairing == "n_closest":
         assert closest is not None
         near = np.sort(np.column_stack([present, closest]), axis=1)
-        reached = np.isin(near, present).cumsum(axis=1)  # present classes up to each column
+        # How many classes of the batch there are up to each column.
+        reached = np.isin(near, present).cumsum(axis=1)
         drawn_rank = (numbers % reached[:, -1][position].astype(np.uint64)).astype(np.int64) + 1
         columns = (reached[position] < drawn_rank[:, None]).sum(axis=1)
         partners: Integers = near[position, columns]
@@ -85,10 +86,8 @@ def draw_partners(
 
 
 def closest_classes(vectors: Tensor, classes: Tensor, count: int) -> Tensor:
-    """[P, count] int64: the classes whose vectors have the largest cosine with a class's own.
-
-    ``vectors`` [K, E] has a row per class, ``classes`` [P] are the classes asked about; a class is
-    not among its own closest. ``count`` is below K.
+    """Returns for each of ``classes`` [P] the ``count`` other classes that are closest to it, int64
+    [P, count]: those whose ``vectors`` [K, E] have the largest cosine with its own.
     """
     unit = functional.normalize(vectors.detach(), dim=1)
     cosine = unit[classes] @ unit.T
@@ -98,14 +97,15 @@ def closest_classes(vectors: Tensor, classes: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassPairs:
-    """Positives and negatives, among the candidates, of rows of the classes ``labels``.
+    """Says which candidates are positives and negatives of which rows.
 
-    A candidate counts where its group is the row's. It is a positive where its class is the row's
-    ``partners`` and its sample another one, a negative where its class is neither the row's nor the
-    partner; the rest of the row's own class is ignored. A partner of -1 is nobody's class.
+    Only candidates of the row's group count. A candidate is a positive if its class is the row's
+    partner and it is another sample; a negative if its class is neither the row's nor the partner.
+    Others of the row's own class are ignored. No candidate has the class -1, which means no
+    partner.
 
-    ``labels``, ``partners``, ``sample_id`` and ``groups`` are [b] int64 of the rows;
-    ``all_labels``, ``all_sample_ids`` and ``all_groups`` [N] int64 of the candidates.
+    labels, partners, sample_id, groups      int64 [b] of the rows; ``labels`` are classes
+    all_labels, all_sample_ids, all_groups   int64 [N] of the candidates
     """
 
     labels: Tensor
@@ -117,7 +117,7 @@ class ClassPairs:
     all_groups: Tensor
 
     def masks(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Positives and negatives of a tile, each bool [r, c]."""
+        """Returns the positives and the negatives of a tile, bool [r, c] each."""
         theirs, partners = self.all_labels[columns], self.partners[rows, None]
         same_group = self.groups[rows, None] == self.all_groups[columns]
         positive = (partners == theirs) & same_group
@@ -127,10 +127,11 @@ class ClassPairs:
 
 
 def gated_queries(rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Features and gates [b, D] -> the arguments ``queries`` and ``weights`` of ``pair_losses``.
+    """Returns arguments ``queries`` and ``weights`` of ``pair_losses``, with which a score is the
+    cosine of the gated row and the gated candidate; rows and gates are [b, D].
 
-    With them a score is the cosine of the gated row and the gated candidate. It does not depend on
-    the lengths of rows, gates (which are brought to a largest value of 1) and candidates.
+    The cosine does not depend on lengths, so gates are first scaled to a largest value of 1, which
+    avoids underflow.
     """
     gates = gates / gates.detach().amax(dim=1, keepdim=True).clamp_min(_TINY)
     weights = gates.square()
@@ -138,26 +139,26 @@ def gated_queries(rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     return rows * weights / length.clamp_min(_TINY**0.5), weights
 
 
-# A compiler would unroll the loop over tiles.
+# Not compiled, because a compiler would unroll the loop over tiles.
 @not_compiled
 def pair_losses(
     queries: Tensor, weights: Tensor | None, keys: Tensor, pairs: ClassPairs, tile: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's loss: the mean, over its positives, of the cross-entropy of one positive among
-    itself and the row's negatives.
+    """Returns the loss of each row: the mean, over its positives, of the cross-entropy of that
+    positive among itself and the row's negatives.
 
     Args:
         queries: [b, D], already multiplied by the logit scale.
-        weights: [b, D], at least 0; scores are queries @ keys.T / sqrt(weights @ (keys^2).T). None:
-            they are queries @ keys.T.
+        weights: [b, D], at least 0; scores are queries @ keys.T / sqrt(weights @ (keys^2).T). If
+            None, they are queries @ keys.T.
         keys: [N, D], of the queries' dtype.
         pairs: which candidates are positives and negatives.
         tile: rows and candidates whose scores are computed at a time.
 
     Returns:
-        losses [b], differentiable once in queries, weights and keys, 0 for rows without a positive
-        or without a negative; numbers of positives and of negatives, int64 [b] each.
-        Raises RuntimeError where a second derivative is prepared (create_graph=True).
+        The losses [b], differentiable once in queries, weights and keys; 0 for rows without a
+        positive or without a negative. The numbers of positives and of negatives, int64 [b] each.
+        The backward raises RuntimeError if it is asked for a second derivative (create_graph=True).
     """
     losses, positives, negatives = _PairLosses.apply(  # type: ignore[no-untyped-call]
         queries, weights, keys, pairs, tile
@@ -166,7 +167,8 @@ def pair_losses(
 
 
 def _scores(queries: Tensor, weights: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores [r, c] of a tile, and what the products were multiplied by (None: nothing)."""
+    """Returns the scores of a tile, [r, c], and the factors that make them of products (None if
+    there are no weights)."""
     products = queries @ keys.T
     if weights is None:
         return products, None
@@ -182,8 +184,9 @@ def _stream(
     rows: slice,
     columns_of: list[slice],
 ) -> tuple[Tensor, ...]:
-    """Of one row block, [r] each: sums over positives of their losses and of their pulls, the
-    log-sum-exp of negatives, and the numbers of positives and negatives."""
+    """Returns five tensors [r] of some rows: the sums over positives of their losses and of the
+    losses' derivatives by the log-sum-exp of negatives; that log-sum-exp; the numbers of positives
+    and of negatives."""
     queries, weights = queries[rows], None if weights is None else weights[rows]
     maximum = queries.new_full((len(queries),), float("-inf"))
     total, loss, pull = (torch.zeros_like(maximum) for _ in range(3))
@@ -194,7 +197,7 @@ def _stream(
         negatives += negative.sum(dim=1)
         scores = _scores(queries, weights, keys[columns])[0].masked_fill_(~negative, float("-inf"))
         previous, maximum = maximum, torch.maximum(maximum, scores.amax(dim=1))
-        finite = maximum.clamp_min(torch.finfo(maximum.dtype).min)  # -inf minus itself is nan
+        finite = maximum.clamp_min(torch.finfo(maximum.dtype).min)  # since -inf - -inf is nan
         total.mul_((previous - finite).exp_())
         total.add_(scores.sub_(finite[:, None]).exp_().sum(dim=1))
     normalizer = maximum + total.log()
@@ -207,7 +210,7 @@ def _stream(
 
 
 class _PairLosses(torch.autograd.Function):
-    """See ``pair_losses``."""
+    """The losses and their gradient for ``pair_losses``."""
 
     @staticmethod
     def forward(
@@ -265,17 +268,18 @@ class _PairLosses(torch.autograd.Function):
 
 
 class LabelFilter(nn.Module):
-    """Label embedding, mean of the two labels, and a perceptron whose sigmoids are the gates.
+    """Computes gates from two classes: the mean of their embeddings passes through a perceptron,
+    whose sigmoids are the gates.
 
     The layers are those of Table 5c: batch norm, ReLU, linear, batch norm, ReLU, linear, sigmoid
-    (the text says three layers, the table has two linear ones). Engines take the statistics of its
-    batch norms over the global batch.
+    (the paper's text says three layers, its table has two linear ones). Engines compute the
+    statistics of its batch norms over the global batch.
 
-    num_classes   classes that have an embedding
+    num_classes   number of classes
     dim           D, number of gates
-    label_dim     width of the label embedding; the paper's is 512
+    label_dim     width of the embedding; the paper's is 512
     hidden_dim    width of the hidden layer; the paper's is 1,024
-    seed          of the initial weights, which are alike on all ranks
+    seed          gives the initial weights, the same on all ranks
     """
 
     def __init__(
@@ -303,15 +307,14 @@ class LabelFilter(nn.Module):
             )
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Classes [n] and [n], int64 -> gates [n, D] in (0, 1); symmetric in the two."""
+        """Returns gates [n, D] in (0, 1) of pairs of classes, int64 [n] each; the order of a pair
+        does not matter."""
         mean = (self.labels(first) + self.labels(second)) / 2
         return torch.sigmoid(self.layers(mean))
 
     def of_classes(self) -> Tensor:
-        """[K, D]: the gates of every class by itself, by the running statistics of the batch norms.
-
-        The penalty is of them.
-        """
+        """Returns the gates of every class paired with itself, [K, D], for the penalty; computed
+        with the running statistics of the batch norms."""
         classes = torch.arange(self.labels.num_embeddings, device=self.labels.weight.device)
         training = self.training
         self.eval()
@@ -323,25 +326,21 @@ class LabelFilter(nn.Module):
 
 
 class OpenGates(nn.Module):
-    """In place of a label filter: every gate is 1, so that all classes meet in all dimensions.
-
-    num_classes   classes that samples may have
-    dim           D, number of gates
-    """
+    """Stands for a label filter where all pairs are compared in all dimensions: every gate is 1."""
 
     def __init__(self, num_classes: int, dim: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.num_classes, self.dim, self.dtype = num_classes, dim, dtype
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Classes [n] and [n], int64 -> ones [n, D]."""
+        """Returns ones [n, D] for pairs of classes, int64 [n] each."""
         return torch.ones(len(first), self.dim, dtype=self.dtype, device=first.device)
 
 
-def normed(features: Tensor, norm: nn.Module | None) -> Tensor:
-    """Features [n, D] as gates are applied to them: after the layer norm, if there is one.
+def apply_norm(features: Tensor, norm: nn.Module | None) -> Tensor:
+    """Returns features [n, D] after the layer norm, if there is one.
 
-    They are brought to length sqrt(D) first, so that the norm's epsilon does not count.
+    They are brought to length sqrt(D) first, so that the norm's epsilon has no influence.
     """
     if norm is None:
         return features
@@ -350,11 +349,11 @@ def normed(features: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 def gate_penalty(gates: Tensor, kind: Penalty) -> Tensor:
-    """The mean over gates [K, D] of
+    """Returns the mean over gates g [K, D] of a function that the training makes small.
 
-    paper       g log g, Eq. 5 as printed: in [-1/e, 0]; making it small draws gates to 1/e
-    neg_glog    -g log g: making it small draws gates to 0 or 1, as the text of Eq. 5 wants
-    bernoulli   -g log g - (1 - g) log(1 - g): the same, alike for open and for closed gates
+    paper       g log g, Eq. 5 as printed, which draws gates to 1/e
+    neg_glog    -g log g, which draws gates to 0 or 1, as the text of Eq. 5 wants
+    bernoulli   -g log g - (1 - g) log(1 - g), which does so too, equally near 0 and near 1
     """
     terms: Tensor = torch.special.entr(gates)  # -g log g, 0 at 0
     if kind == "bernoulli":

@@ -1,31 +1,42 @@
 """InfoNCE: each image picks its own caption out of the batch, and each caption its own image.
 
-With unit features v_p of images and t_p of captions, the logit scale s (one over the temperature)
-and N_p, the samples that p is compared with, the loss of row p of images against captions is
+Let v_p be the unit features of images, t_p those of their captions, s the logit scale (one over the
+temperature), and N_p the samples that p is compared with. Image p has the loss
 
     L_p = -log( exp(s v_p . t_p) / (exp(s v_p . t_p) + sum over q in N_p of exp(s v_p . t_q)) )
 
-The loss of captions against images exchanges v and t; the result is the mean of both directions
-over the rows of the global batch. In CLIP N_p holds all other samples. MCL's mask (Eq. 3) leaves
-those in that have p's pseudo label and are not p itself, so batches of one group, mixed batches and
-repeated samples are all exact. A row without negatives has loss 0 and gradient 0.
+Caption p has the same loss with v and t exchanged. The result is the mean of both directions over
+the global batch. In CLIP N_p holds all other samples. In MCL (Eq. 3) it holds the other samples
+with p's pseudo label, so that batches may be of one group or of several, and may repeat samples. A
+row without negatives has loss 0 and gradient 0.
 
 Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
-(CLIP, 2021), Figure 3; van den Oord et al., "Representation Learning with Contrastive Predictive
-Coding" (2018), Eq. 4; the mask is Eq. 3 of MCL.
+(CLIP, ICML 2021), arXiv:2103.00020, Figure 3; van den Oord et al., "Representation Learning with
+Contrastive Predictive Coding" (2018), arXiv:1807.03748, Eq. 4. The mask: Zhang et al., "Learning
+the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (MCL, 2024),
+arXiv:2402.11816, Eq. 3.
 
 Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length, row i of both one
-sample; ``labels`` [b, 1] and ``sample_id`` [b]; ``logit_scale`` [] where no temperature is set.
+sample; ``group_ids`` [b, 1] and ``sample_id`` [b]; the scalar ``logit_scale`` if no temperature is
+set.
 
-Use it as the default where samples have captions. Its batch is its supply of negatives: where only
-small batches fit, try ``hcl``, or ``sigmoid``, which needs no whole rows.
-``equal_captions: masked`` is for data in which captions or pictures repeat, ``hard_captions`` for
-models that mix up colours, counts or places.
+Use it as the default for samples with captions. All negatives come from the batch: if only small
+batches fit, try ``hcl``, or ``sigmoid``, which needs no whole rows. Set ``equal_captions: masked``
+if captions or pictures repeat, and ``hard_captions`` if the model mixes up colours, counts or
+places.
+
+With ``hard_captions`` each sample brings h further texts, its caption edited so that it is wrong.
+An image has those of its own sample (``scope: own``) or of all samples of its group (``global``) as
+further negatives; captions are compared with images as before. Source: Yuksekgonul et al., "When
+and why vision-language models behave like bags-of-words, and what to do about it?" (NegCLIP, ICLR
+2023), arXiv:2210.01936.
 
 Relations: ``nt_xent`` is this loss between two views of an image. ``ifm`` adds a second one with
 harder positives, ``hcl`` weighs its negatives, ``supcon`` has several positives for a row, and
 ``sigmoid`` replaces its softmax by one question for each pair. With ``equal_captions: positives``
 the loss of a row is ``supcon``'s L_out over the rows with an equal caption.
+
+Example: ``train.objective={kind: info_nce, equal_captions: masked}``.
 
 Its slow reference is ``info_nce`` (with edited captions ``edited``, with equal ones
 ``info_nce_of_equals``) in tests/objective_loops.py.
@@ -35,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -46,10 +57,11 @@ from mclclip.objectives.contrast import (
     Between,
     Contrast,
     ContrastOptions,
+    Direction,
     EqualCaptions,
-    Temperature,
 )
 from mclclip.objectives.row_losses import Pairs, count_columns, log_sums, row_losses, sum_columns
+from mclclip.ranks import collectives
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import STRICT
 
@@ -60,69 +72,72 @@ class Options(ContrastOptions):
 
     kind: Literal["info_nce"] = "info_nce"
     """Which objective."""
-    equal_captions: EqualCaptions = "negatives"  # type: ignore[misc]
-    """Role of rows with an equal caption (after open_clip's cleaning) or the same picture for each
-    other: ``negatives`` as in open_clip; ``masked``: left out of each other's negatives; or
-    ``positives``: the loss is the mean over all positives of a row, which changes nothing where
+    equal_captions: EqualCaptions = "negatives"
+    """What samples with an equal caption (after open_clip's cleaning) or the same picture are to
+    each other: ``negatives``, as in open_clip; ``masked``, left out of each other's negatives; or
+    ``positives``: the loss is the mean over all positives of a row, which changes nothing if
     the features of equal captions are equal."""
     hard_captions: HardCaptions | None = None
     """Edited captions as further negatives of images, such as ``{rules: [colour, swap], scope:
     global}``; ``{}`` takes all rules (null: none)."""
 
-    between: ClassVar[Between] = "captions"
+    @property
+    def between(self) -> Between:
+        """Captions."""
+        return "captions"
 
     @property
     def reads(self) -> Reads:
-        """Edited captions too, where there are some."""
+        """Edited captions too, if there are any."""
         return replace(super().reads, edits=self.hard_captions)
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""
-        return InfoNCE(
-            self.between,
-            self.new_temperature(inputs),
-            hard_captions=self.hard_captions,
-            equal_captions=self.equal_captions,
-        )
+        has_positives = self.equal_captions == "positives"
+        how: dict[str, Any] = {
+            "temperature": self.new_temperature(inputs),
+            "equal_captions": self.equal_captions,
+        }
+        if self.hard_captions is None:
+            return InfoNCEWithPositives(**how) if has_positives else InfoNCE(**how)
+        edited = InfoNCEWithBoth if has_positives else InfoNCEWithEdits
+        return edited(self.hard_captions, **how)
 
 
 class InfoNCE(Contrast):
     """The contrastive loss in which only samples of one group are each other's negatives.
 
     With the model's temperature, the default, it has no parameters of its own.
-
-    With ``hard_captions`` samples bring h more texts each. Row p of images against captions then
-    has further negatives: the texts of its own sample (``own``), or those of all samples of its
-    group, its own among them (``global``; NegCLIP, Yuksekgonul et al., "When and why
-    vision-language models behave like bags-of-words", 2023). Captions meet images as before. With
-    L the loss of a row without them, s its own logit and S the log-sum-exp of the further logits,
-    the loss is log(exp L + exp(S - s)); of a row without any it is L, bit for bit. A text that is
-    absent has zeros for its feature, in which nothing else is 0 in all columns.
-
-    Beside the parts of ``Contrast``: ``rows_with_edits``, samples of the global batch that meet
-    such a text. ``how``: further arguments of ``Contrast``.
     """
 
-    def __init__(
-        self,
-        between: Between = "captions",
-        temperature: Temperature | None = None,
-        *,
-        hard_captions: HardCaptions | None = None,
-        **how: Any,
-    ) -> None:
-        super().__init__(between, temperature, **how)
+    def loss_per_query(self, direction: Direction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns L_p of every query p."""
+        losses, has_no_negatives = row_losses(direction.queries, direction.keys, direction.pairs)
+        return losses, {"rows_without_negatives": has_no_negatives}
+
+
+class InfoNCEWithEdits(InfoNCE):
+    """InfoNCE in which edited captions, h of each sample, are further negatives of images.
+
+    Let L be the loss of an image without them, s its own logit and S the log-sum-exp of the logits
+    of its edited captions. The loss is log(exp L + exp(S - s)); of an image without edited captions
+    it is L, bit for bit. An edited caption that a sample lacks has zeros for its feature, which no
+    other feature has.
+
+    Returns beside the parts of ``InfoNCE``: ``rows_with_edits``, the number of samples of the
+    global batch that are compared with an edited caption.
+    """
+
+    def __init__(self, hard_captions: HardCaptions, **how: Any) -> None:
+        super().__init__(**how)
         self.hard_captions = hard_captions
-        num = 0 if hard_captions is None else hard_captions.per_caption
-        self.names += tuple(f"edited_features_{number}" for number in range(num))
+        self.names += tuple(f"edited_features_{n}" for n in range(hard_captions.per_caption))
 
     def features(
         self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
-        """Adds the features of the edited captions, ``edited_features_0`` and so on [b, D]."""
+        """Adds the features of the edited captions, ``edited_features_0`` and so on, [b, D]."""
         features = super().features(model, batch, features)
-        if self.hard_captions is None:
-            return features
         if (edited := batch.extras.get("edited_features")) is None:
             tokens, present = batch.extras["edited_text"], batch.extras["has_edit"]
             edited = model(text=tokens.flatten(0, 1))["text_features"]
@@ -131,71 +146,58 @@ class InfoNCE(Contrast):
         by_number = enumerate(edited.unbind(dim=1))
         return features | {f"edited_features_{n}": each for n, each in by_number}
 
-    def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
-        """Returns the loss where all features are alike, of the texts that there are."""
-        if self.hard_captions is None:
-            return super().chance(features, batch, parts)
-        compared = {name: features[name] for name in self.names}
-        alike = {n: x.ne(0).any(dim=1, keepdim=True).to(x.dtype) for n, x in compared.items()}
-        loss: Tensor = self({**features, **alike}, batch)["loss"]
-        return loss
+    def directions(self, sides: Sequence[Tensor], pairs: Pairs, scale: Tensor) -> list[Direction]:
+        """Adds the edited captions of all ranks to the direction of images, h times [B, D]."""
+        images, captions = super().directions(sides[:2], pairs, scale)
+        edits = torch.cat([collectives.gather_with_grad(side) for side in sides[2:]])
+        return [replace(images, edits=edits), captions]
 
-    def directions(
-        self,
-        local: Sequence[Tensor],
-        everywhere: Sequence[Tensor],
-        marks: Sequence[Tensor],
-        all_marks: Sequence[Tensor],
-        scale: Tensor,
-    ) -> list[tuple[Tensor, Tensor, Pairs]]:
-        """Those of ``Contrast``; the keys of images end in the edited captions, h times [B, D]."""
-        if self.hard_captions is None:
-            return super().directions(local, everywhere, marks, all_marks, scale)
-        images, captions = super().directions(local[:2], everywhere[:2], marks, all_marks, scale)
-        queries, keys, pairs = images
-        return [(queries, torch.cat([keys, *everywhere[2:]]), pairs), captions]
+    def loss_per_query(self, direction: Direction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns log(exp L + exp(S - s)) of every image, and L of every caption."""
+        losses, counted = super().loss_per_query(direction)
+        if direction.edits is None:
+            return losses, counted
+        queries, keys, pairs = direction.queries, direction.keys, direction.pairs
+        log_sum = self._log_sum_of_edits(queries, direction.edits, pairs)
+        has_none = log_sum == float("-inf")
+        losses = torch.logaddexp(losses, log_sum - pairs.positive_logits(queries, keys))
+        without = counted["rows_without_negatives"] & has_none
+        return losses, {"rows_without_negatives": without, "rows_with_edits": ~has_none}
 
-    def rows(
-        self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the own pair among the pairs that its row counts.
-
-        With equal captions as positives it is the mean, over these and the own pair, of their
-        cross-entropies among all pairs of the group (SupCon's ``L_out``, `supcon`).
-        """
-        num, has_positives = len(pairs.all_groups), self.equal_captions == "positives"
-        paired, met = keys[:num], replace(pairs, columns="others") if has_positives else pairs
-        losses, alone = row_losses(queries, paired, met)
-        counted = {"rows_without_negatives": alone}
-        if len(keys) > num:
-            further = self._further(queries, keys[num:], pairs)
-            none = further == float("-inf")
-            losses = torch.logaddexp(losses, further - pairs.positive_logits(queries, paired))
-            counted = {"rows_without_negatives": alone & none, "rows_with_edits": ~none}
-        if has_positives:
-            equal = replace(pairs, columns="equal")
-            count = count_columns(equal).to(queries.dtype)[:, None]
-            # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal
-            # pair.
-            mean = sum_columns(paired, equal) - count * pairs.positive_keys(paired)
-            mean = mean / (count + 1.0)
-            losses = losses - (queries * mean).sum(dim=1)
-        return losses, counted
-
-    def _further(self, queries: Tensor, edits: Tensor, pairs: Pairs) -> Tensor:
-        """The log-sum-exp [b] of each row's logits of edited captions; -inf where it has none.
-
-        ``edits`` are those of all ranks, h times [B, D].
-        """
-        assert self.hard_captions is not None
+    def _log_sum_of_edits(self, queries: Tensor, edits: Tensor, pairs: Pairs) -> Tensor:
+        """Returns the log-sum-exp of each image's logits of edited captions, [b]; -inf if it is
+        compared with none. ``edits`` are those of all ranks, h times [B, D]."""
+        per_caption = self.hard_captions.per_caption
         groups, columns = pairs.groups, pairs.all_groups
-        if self.hard_captions.scope == "own":  # this rank's edits; every sample is a group
-            by_number = edits.reshape(self.hard_captions.per_caption, len(columns), -1)
+        if self.hard_captions.scope == "own":  # every sample of this rank is a group of its own
+            by_number = edits.reshape(per_caption, len(columns), -1)
             edits = by_number[:, pairs.first : pairs.first + len(groups)].flatten(0, 1)
             groups = columns = torch.arange(len(groups), device=groups.device)
-        lowest = torch.iinfo(torch.int64).min  # no group's number
-        columns = columns.repeat(self.hard_captions.per_caption)
-        columns = columns.masked_fill(~edits.ne(0).any(dim=1), lowest)
-        nobody = torch.full_like(columns, -1)  # no sample's id
-        met = Pairs(groups, pairs.sample_id, columns, nobody, pairs.first, pairs.tile)
-        return log_sums(queries, edits, met)[0]
+        no_group = torch.iinfo(torch.int64).min
+        columns = columns.repeat(per_caption).masked_fill(~edits.ne(0).any(dim=1), no_group)
+        no_sample = torch.full_like(columns, -1)
+        edited = Pairs(groups, pairs.sample_id, columns, no_sample, pairs.first, pairs.tile)
+        return log_sums(queries, edits, edited)[0]
+
+
+class InfoNCEWithPositives(InfoNCE):
+    """InfoNCE in which all samples with an equal caption or picture are a row's positives.
+
+    A row's loss is the mean, over these and the own pair, of their cross-entropies among all pairs
+    of its group: SupCon's ``L_out`` (`supcon`).
+    """
+
+    def loss_per_query(self, direction: Direction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss of the own pair minus q . (mean positive key - own key)."""
+        queries, keys, pairs = direction.queries, direction.keys, direction.pairs
+        among_all = replace(direction, pairs=replace(pairs, columns="others"))
+        losses, counted = super().loss_per_query(among_all)
+        equal = replace(pairs, columns="equal")
+        count = count_columns(equal).to(queries.dtype)[:, None]
+        # Written so that it is exactly 0, and so is its gradient, for a row without equal pairs.
+        difference = (sum_columns(keys, equal) - count * pairs.positive_keys(keys)) / (count + 1.0)
+        return losses - (queries * difference).sum(dim=1), counted
+
+
+class InfoNCEWithBoth(InfoNCEWithPositives, InfoNCEWithEdits):
+    """InfoNCE with both: equal captions as positives, edited captions as further negatives."""

@@ -1,30 +1,34 @@
 """MLCD: each image is told from the centers of other clusters, and drawn to several of its own.
 
-Let P_i be the sum of exp(-s_ij) over the positive classes j of row i and N_i the sum of exp(s_ij)
-over its negatives, where s_ij is ``scale`` times the cosine of the image and the learned center of
-class j (with ``margin`` for positives). The three kinds are means over the rows of
+Let s_ij be ``scale`` times the cosine of image i and the learned center of class j (with ``margin``
+if j is positive), P_i the sum of exp(-s_ij) over the positive classes of row i, and N_i the sum of
+exp(s_ij) over its negatives. The three kinds are means over the rows of
 
     mlcd           log(1 + P_i) + log(1 + N_i)    (Eq. 5 and 6: each sum by itself)
     mlc            log(1 + P_i N_i)               (Eq. 4: coupled)
     single_label   mlc of the nearest class alone, which is softmax cross-entropy
 
 Positives are the l clusters of the stage before that are nearest to the sample, or its value of an
-attribute. Negatives are drawn anew at every step: a share ``sample_rate`` of all classes.
+attribute. Negatives are drawn at every step: a share ``sample_rate`` of all classes.
 
-Source: An et al., "Multi-Label Cluster Discrimination for Visual Representation Learning" (2024),
-Eq. 4 to 6; its authors have published no code of the loss. ``single_label`` is the loss of UNICOM
-(An et al., 2023) and PartialFC (An et al., 2021). Where the paper is silent (scale, side of the
-margin, how negatives are drawn) the choices are options.
+Source: An et al., "Multi-Label Cluster Discrimination for Visual Representation Learning" (MLCD,
+ECCV 2024), arXiv:2407.17331, Eq. 4 to 6; its authors have published no code of the loss.
+``single_label`` is the loss of An et al., "Unicom: Universal and Compact Representation Learning
+for Image Retrieval" (ICLR 2023), arXiv:2304.05884, and of An et al., "Partial FC: Training 10
+Million Identities on a Single Machine" (2020), arXiv:2010.05222. Where the paper is silent (scale,
+side of the margin, how negatives are drawn) the choices are options.
 
 Inputs: ``image_features`` [b, D] of this rank, unit length; ``classes`` [b, l], nearest first, -1
 for none. Captions and groups are not read.
 
-Use it for images of many clusters, up to millions: the centers are shared out over the ranks, and
+Use it for images in many clusters, up to millions: each rank holds a part of the centers, and
 memory is linear in the batch. ``single_label`` with an ``attribute`` and ``centers: normal``
 fine-tunes on labels.
 
-Relations: ``supcon`` compares samples of a class with each other, and has no centers. MCL's groups
-take the same clusters to draw batches by; here they are what is predicted.
+Relations: ``supcon`` compares samples of a class with each other, and has no centers. MCL draws
+batches from the same clusters; here they are predicted.
+
+Example: ``train.objective={kind: mlcd, labels_per_sample: 8, sample_rate: 0.1}``.
 
 Its slow reference is ``class_centers`` (``dense_loss``) in tests/objective_loops.py.
 """
@@ -63,9 +67,9 @@ from mclclip.util.options import STRICT, Cosine, Share
 from mclclip.util.randomness import mix, permute
 
 Kind = Literal["mlcd", "mlc", "single_label"]
-_SATURATED = 0.01  # of the largest pull
-_LARGE = 65_536  # classes from which on four rounds mix a permutation well
-_LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is a float64
+_SATURATED = 0.01  # a pull below this share of the largest is counted
+_LARGE = 65_536  # of so many classes a permutation is mixed well by four rounds
+_LARGEST_SCALE = 256.0  # so that exp(scale * (1 + pi / 2)), with the widest margin, fits a float64
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,33 +77,37 @@ class Options(ObjectiveOptions):
     """Images against the centers of the clusters of the stage before; captions are not read."""
 
     kind: Kind = "mlcd"
-    """``mlcd``: positive and negative classes in terms of their own (MLCD, Eq. 5 and 6); ``mlc``:
-    coupled (Eq. 4); ``single_label``: softmax over the nearest class (UNICOM, PartialFC)."""
+    """``mlcd``: one term for positive classes and one for negative ones (MLCD, Eq. 5 and 6);
+    ``mlc``: both coupled in one (Eq. 4); ``single_label``: softmax with the nearest class as the
+    label (UNICOM, PartialFC)."""
     labels_per_sample: PositiveInt = 8
-    """l: nearest clusters that are a sample's positives."""
+    """How many nearest clusters are a sample's positives."""
     attribute: str | None = None
-    """Attribute of the samples that is their class, which fine-tunes on labels (then with
-    ``centers: normal``); null: their clusters at the stage before."""
+    """Attribute of the samples that is their class, to fine-tune on labels (set ``centers: normal``
+    too); null: their clusters at the stage before."""
     threshold: Cosine | None = None
-    """Only clusters of at least this similarity are positives, and the nearest in any case."""
+    """Clusters of a smaller similarity are not positives, but for the nearest."""
     scale: Annotated[float, Field(gt=0.0, le=_LARGEST_SCALE)] = 64.0
     """Multiplier of cosines in the loss, at most 256."""
     margin: Literal["arc", "cos", "none"] = "arc"
-    """Margin of positives: on the angle (ArcFace), on the cosine (CosFace), or none."""
+    """Margin of positives: added to the angle (``arc``, ArcFace), subtracted from the cosine
+    (``cos``, CosFace), or ``none``."""
     margin_size: Annotated[float, Field(ge=0.0, le=math.pi / 2)] = 0.3
-    """Radians (``arc``) or cosine (``cos``)."""
+    """Size of the margin, in radians (``arc``) or as a cosine (``cos``)."""
     margin_gradient: Literal["exact", "straight_through"] = "exact"
     """``straight_through`` takes the margin's derivative as 1, as PartialFC's code does."""
     sample_rate: Share = 0.1
-    """r: share of the classes that are drawn as negatives of a step."""
+    """Share of the classes that are drawn as negatives of a step."""
     negatives: Literal["two_path", "exclude_positives", "partial_fc"] = "two_path"
-    """``two_path``: what is drawn, but for a row's own positives; ``exclude_positives``: without
-    classes that are positive for any row; ``partial_fc``: the batch's positives, filled up to r."""
+    """Negatives of a row: ``two_path``: the drawn classes but for its own positives;
+    ``exclude_positives``: those of them that are positive for no row of the batch; ``partial_fc``:
+    the batch's positives, filled up with drawn classes to the share ``sample_rate``."""
     centers: Literal["centroids", "normal"] = "centroids"
-    """Class centers at the start: the clusters' centroids, or drawn with a deviation of 0.01."""
+    """Class centers at the start: the clusters' centroids, or random numbers with a standard
+    deviation of 0.01."""
     lazy: bool = False
-    """Only class centers that a step touches move, each with its own step count; false: all move,
-    as under any AdamW."""
+    """True: only class centers that a step touches move, each with its own step count; false: all
+    move, as with any AdamW."""
     lr_scale: PositiveFloat = 1.0
     """Factor of the learning rate for class centers."""
     weight_decay: NonNegativeFloat = 0.0
@@ -121,7 +129,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Returns the nearest clusters of each sample, or the attribute."""
+        """The nearest clusters of each sample, or the attribute."""
         if self.attribute is not None:
             return Reads(attribute=self.attribute)
         return Reads(
@@ -132,20 +140,13 @@ class Options(ObjectiveOptions):
         )
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """The loss with new class centers, this rank's share of them."""
+        """Returns the loss with new class centers, of which each rank holds a part."""
         assert inputs.classes is not None
         classes, dim = inputs.classes, inputs.model.feature_dim
         rate, seed = self.sample_rate, inputs.seed
 
         def centroid_rows(start: int, stop: int) -> Tensor:
-            rows = torch.from_numpy(np.array(classes.centroids()[start:stop]))  # of the file
-            lengths = torch.linalg.vector_norm(rows, dim=1)
-            if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
-                raise ValueError(
-                    "a centroid is zero or not finite: class centers cannot start there; run "
-                    "'mclclip cluster --force' again, or set centers=normal"
-                )
-            return rows
+            return torch.from_numpy(np.array(classes.centroids()[start:stop]))  # copied from a file
 
         initial = centroid_rows if self.centers == "centroids" else normal_rows(dim, seed)
         centers = ShardedClassCenters(
@@ -169,10 +170,11 @@ class Options(ObjectiveOptions):
 def negative_draw(
     num_classes: int, sample_rate: float, seed: int
 ) -> Callable[[int], npt.NDArray[np.int64]]:
-    """step -> int64 [round(sample_rate * num_classes)]: the classes that serve as negatives.
+    """Returns a function of the step that draws the classes which serve as its negatives, int64
+    [round(sample_rate * num_classes)].
 
-    They are the first of a permutation keyed by (seed, step), so the draw is the same after a
-    resume and for any number of ranks. Raises ValueError for a rate that draws none of so few.
+    They are the first classes of a permutation that depends on seed and step alone, so any number
+    of ranks and a resumed run draw the same. Raises ValueError if so small a rate draws none.
     """
     positions = np.arange(round(sample_rate * num_classes))
     rounds = 4 if num_classes >= _LARGE else 16
@@ -187,8 +189,8 @@ def negative_draw(
 class ClassCenterLoss(Objective):
     """The loss of image features against class centers, over the global batch.
 
-    The class centers are not parameters of this module: they have an optimizer of their own and
-    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time.
+    The class centers are not parameters of this module: engines do not wrap them, and they have an
+    optimizer of their own. Scores are computed in tiles of at most ``tile`` rows and columns.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class ClassCenterLoss(Objective):
         self.margin = margin or Margin()
 
     def outside(self) -> Sequence[UnwrappedParameters]:
-        """The class centers."""
+        """Returns the class centers."""
         return [self.centers]
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
@@ -213,18 +215,19 @@ class ClassCenterLoss(Objective):
 
         Args:
             features: `image_features` [b, D], unit length, of this rank. All ranks have the same b.
-            batch: `classes` [b, l], those that a sample is positive for, nearest first; -1: none.
+            batch: `classes` [b, l], the positive classes of each sample, nearest first; -1: none.
 
         Returns:
-            `loss`: mean over the rows of the global batch that have a label. The gradient of the
-            features is such that averaging parameter gradients over ranks, as DDP does, gives the
-            global gradient. Beside it, so that a mean over ranks (for names with `max`, the
-            largest) is that of the global batch: `positive_loss` and `negative_loss`, the means of
-            log(1 + P) and log(1 + N) (``mlcd``, whose terms they are); `positive_cosine` (mean) and
-            `max_negative_cosine`; `saturated_share`, rows whose positives together pull with less
-            than 1 % of the most they could; `positives_per_row`; `distinct_positives`, classes;
-            `conflicts`, those of them that were drawn too, and are negatives of the rows that they
-            are not positive for.
+            `loss`: mean over the rows of the global batch that have a positive class. Averaging
+            parameter gradients over ranks, as DDP does, gives the global gradient.
+
+            Further parts, whose mean over the ranks (the largest, if `max` is in their names) is
+            that of the global batch: `positive_loss` and `negative_loss`, means of log(1 + P) and
+            log(1 + N) (``mlcd`` only); `positive_cosine`, their mean; `max_negative_cosine`;
+            `saturated_share`, rows whose positives together pull with less than 1 % of the most
+            they could; `positives_per_row`; `distinct_positives`, the number of classes that are
+            positive for some row; `conflicts`, the number of these that were also drawn as
+            negatives.
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
@@ -243,15 +246,12 @@ class ClassCenterLoss(Objective):
         num_rows = has_label.to(log_p.dtype).sum().clamp_min(1.0)
 
         def mean(terms: Tensor) -> Tensor:
-            labelled: Tensor = torch.where(has_label, terms, torch.zeros_like(terms))
-            return labelled.sum() / num_rows
+            return torch.where(has_label, terms, torch.zeros_like(terms)).sum() / num_rows
 
         terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":
-            positive, negative = (
-                mean(softplus_of_difference(log_p)),
-                mean(softplus_of_difference(log_n)),
-            )
+            positive = mean(softplus_of_difference(log_p))
+            negative = mean(softplus_of_difference(log_n))
             loss, pull = positive + negative, log_p
             terms = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
         else:

@@ -1,41 +1,46 @@
-"""MoCo: an image's view picks the momentum copy's features of its other view.
+"""MoCo: an image's view picks the features that a momentum copy has of the image's other view.
 
-The momentum copy has the model's architecture and a moving average of its weights. With the unit
-feature x_p of a view, the copy's k_p of the image's other view (its key) and the temperature tau,
+The momentum copy has the model's architecture, and weights that are a moving average of the
+model's. Let x_p be the unit feature of a view, k_p the copy's of the image's other view (its key),
+and tau the temperature:
 
     L_p = -log( exp(x_p . k_p / tau) /
                 (exp(x_p . k_p / tau) + sum over other keys k of exp(x_p . k / tau)) )
 
-``v2``  takes the first view and a queue of keys of earlier steps. Loss and queue are those of MoCo
-        (He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", 2020, Eq. 1
-        and Algorithm 1); v2 (Chen, Fan, Girshick and He, 2020) changed projector, augmentation and
-        learning rate, and set the temperature to 0.2.
-``v3``  takes both views, with the keys of the global batch for negatives, no queue, and a predictor
-        on the queries. The loss is 2 tau times the sum of both directions (Chen, Xie and He, "An
-        Empirical Study of Training Self-Supervised Vision Transformers", 2021, Algorithm 1).
+``v2``  compares first views with a queue of keys of earlier steps. Loss and queue are MoCo's; v2
+        changed projector, augmentation and learning rate, and set the temperature to 0.2.
+``v3``  compares both views with the keys of the global batch. It has no queue, and a predictor on
+        the queries. The loss is 2 tau times the sum of both directions.
 
-Both have the mask of MCL's Eq. 3: a key is a negative where its group is the row's and its sample
-is not. Entries of the queue carry both. Back-off batches compare shorter labels than others; a
-label of another length says nothing of the group, so only keys of batches that were masked at the
-same length are negatives.
+Both have MCL's group mask (its Eq. 3): a key is a negative of a row if its group is the row's and
+its sample is not. Entries of the queue carry group and sample. At some steps (back-off) groups are
+made of fewer stages' labels, and numbers of such groups cannot be compared with others; so only
+keys of steps with the same prefix length are negatives.
+
+Source: He et al., "Momentum Contrast for Unsupervised Visual Representation Learning" (MoCo, CVPR
+2020), arXiv:1911.05722, Eq. 1 and Algorithm 1; Chen et al., "Improved Baselines with Momentum
+Contrastive Learning" (v2, 2020), arXiv:2003.04297; Chen et al., "An Empirical Study of Training
+Self-Supervised Vision Transformers" (v3, ICCV 2021), arXiv:2104.02057, Algorithm 1.
 
 Inputs: two views of every image; ``image_features`` and ``keys`` [b, D] of this rank, with v3
-``image_features_1`` and ``keys_1`` too; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not
-read.
+``image_features_1`` and ``keys_1`` too; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are
+not read.
 
 Use it for views where batches are small: the queue supplies the negatives. It costs the memory of a
-second model and a forward pass. Of C groups about 1/C of the queue counts for a row. ZeRO-3
-(``engine.zero_stage: 3``) cannot carry the copy.
+second model and a forward pass. With C groups about 1/C of the queue counts for a row. ZeRO-3
+(``engine.zero_stage: 3``) cannot hold the copy.
 
 Relations: ``nt_xent`` compares views without a copy. With ``epsilon`` above 0 the loss of a row is
-that of ``ifm`` at alpha = 1, as in IFM-MoCo-v2 (Robinson et al., 2021, section 4.2). ``simlap``
-takes the same copy with ``momentum``.
+that of ``ifm`` at alpha = 1, as IFM-MoCo-v2 (arXiv:2106.11230, section 4.2). ``simlap`` takes the
+same copy with ``momentum``.
 
-Departures. From MoCo: the queue starts empty and not with noise, and what is not filled yet is
-masked; its size need not be a multiple of the batch; earlier keys of the same sample are no
-negatives. From MoCo-v3's code: features have unit length before the predictor too, since models
-give them so. In both the copy has moved before the next step and not at its beginning, which gives
-the same keys.
+Departures. From MoCo: the queue starts empty instead of with noise, and empty entries are masked;
+its size need not be a multiple of the batch; earlier keys of the same sample are not negatives.
+From MoCo-v3's code: features have unit length before the predictor too, because models return them
+so. In both versions the copy moves after a step, not before the next one, which gives the same
+keys.
+
+Example: ``train.objective={kind: moco, queue_size: 16384, temperature: 0.2}``.
 
 Its slow references are ``QueuedKeys`` and ``batch_keys`` in tests/objective_loops.py.
 """
@@ -64,14 +69,14 @@ from mclclip.objectives.base import (
     Stepping,
     encode,
 )
-from mclclip.objectives.ifm import Term, modified_losses, weights_of
+from mclclip.objectives.ifm import Term, modified_losses
 from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share
 
 _QUEUE_SIZE = 65_536
 Schedule = Literal["constant", "cosine"]
-_NO_GROUP = torch.iinfo(torch.int64).min  # the group of keys that are no row's negative
+_NO_GROUP = torch.iinfo(torch.int64).min  # of keys that are negatives of no row
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -81,21 +86,22 @@ class Options(ObjectiveOptions):
     kind: Literal["moco"] = "moco"
     """Which objective."""
     version: Literal["v2", "v3"] = "v2"
-    """``v2``: a queue of keys of earlier steps; ``v3``: both directions, keys of the batch."""
+    """``v2``: keys come from a queue of earlier steps; ``v3``: from the batch, in both
+    directions."""
     queue_size: PositiveInt | None = None
-    """v2: keys that are kept, at least ``global_batch`` (null: 65,536)."""
+    """v2: keys in the queue, at least ``global_batch`` (null: 65,536)."""
     momentum: Share | None = None
-    """Share of itself that the copy keeps at a step (null: 0.999 with v2, 0.99 with v3)."""
+    """Weight of the old average in a step of the copy (null: 0.999 with v2, 0.99 with v3)."""
     momentum_schedule: Schedule | None = None
-    """``constant``, or ``cosine`` from ``momentum`` to 1 (null: the former with v2, the latter with
-    v3)."""
+    """``constant``; or ``cosine``, which rises from ``momentum`` to 1 (null: constant with v2,
+    cosine with v3)."""
     temperature: PositiveFloat | None = None
     """Cosines are divided by it (null: 0.2 with v2, 1.0 with v3)."""
     predictor: list[PositiveInt] | None = None
-    """v3: widths of the predictor, such as [4096, 256]; the last is that of the features (null:
-    none)."""
+    """v3: widths of the predictor's layers, such as [4096, 256]; the last is that of the features
+    (null: no predictor)."""
     epsilon: NonNegativeFloat = 0.0
-    """How far keys are modified against the loss, in units of the cosine (IFM); 0: not at all."""
+    """How far the cosines of keys are moved against the loss, as in ``ifm``; 0: not at all."""
     term: Term = "both"
     """With ``epsilon``: the mean of the plain and the modified loss, or ``modified`` alone."""
 
@@ -109,27 +115,27 @@ class Options(ObjectiveOptions):
 
     @property
     def num_queued(self) -> int:
-        """Keys in the queue; 0 without one."""
+        """Number of keys in the queue; 0 without one."""
         return (self.queue_size or _QUEUE_SIZE) if self.version == "v2" else 0
 
     @property
     def reads(self) -> Reads:
-        """Returns two views, groups, the weights that the copy follows, and the queue."""
-        return Reads(views=2, groups=True, weights=True, queued=self.num_queued)
+        """Two views, groups, the weights that the copy follows, and the queue."""
+        return Reads(num_views=2, groups=True, follows_weights=True, queue_size=self.num_queued)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """The loss with a momentum copy of the model."""
+        """Returns the loss with a momentum copy of the model."""
         return (QueuedKeys if self.version == "v2" else BatchKeys)(self, inputs)
 
 
-def predictor_of(
+def new_predictor(
     dim: int, widths: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
 ) -> nn.Sequential:
-    """[b, dim] -> [b, widths[-1]]: linear layers without bias, each followed by a batch norm, and a
-    ReLU between them; the last batch norm has no weights. As MoCo-v3's code has it.
+    """Returns MoCo-v3's predictor of features [b, dim] -> [b, widths[-1]].
 
-    Its weights are drawn by the seed, the same on every rank. Raises ValueError where it does not
-    end in ``dim``.
+    It has linear layers without bias, a batch norm after each, and a ReLU between layers; the last
+    batch norm has no weights. The seed gives its initial weights, the same on every rank. Raises
+    ValueError if ``widths`` does not end in ``dim``.
     """
     if widths[-1] != dim:
         raise ValueError(
@@ -146,26 +152,23 @@ def predictor_of(
 
 
 class MomentumCopy(Stepping):
-    """A copy of ``model`` (an encoder with its projector) that no gradient reaches.
+    """A copy of ``model`` (an encoder with its projector) without gradients.
 
-    Its weights follow those of the model as a moving average (MoCo, section 3.2, "Momentum
-    update"). It is a submodule of an objective, so that checkpoints hold it. The objective calls
-    ``begin`` before a step, the copy itself for features, and ``stepped`` once the optimizer has
-    moved the model: ``weight <- m * weight + (1 - m) * model's weight``, for every trained
-    parameter.
+    Its weights are a moving average of the model's (MoCo, section 3.2, "Momentum update"). It is a
+    submodule of an objective, so that checkpoints hold it. ``begin`` is called before a step;
+    calling the copy gives features; ``stepped`` is called once the optimizer has moved the model:
+    ``weight <- m * weight + (1 - m) * model's weight``, for every trained parameter.
 
-    Buffers are neither copied nor averaged, as in MoCo's code: the batch norms of the copy are in
-    the mode of the model's, so where those are trained the copy normalises by the statistics of its
-    own batch, and its running statistics are of its own features. MoCo shuffles the samples over
-    the GPUs, since statistics of one GPU alone would tell a query its key. Here engines compute the
-    statistics of all batch norms, the copy's too, over the global batch of all ranks, as MoCo-v3
-    does, and nothing is shuffled.
+    Buffers are not averaged, as in MoCo's code. The copy's batch norms are in the mode of the
+    model's: in training they normalize by the batch that the copy sees, and their running
+    statistics are of the copy's features. MoCo shuffles samples over the GPUs, because the
+    statistics of one GPU would tell a query which key is its own. Here engines compute the
+    statistics of all batch norms over the global batch, as MoCo-v3 does, so nothing is shuffled.
 
-    Frozen parameters are copied too, and so is a text tower, which is never run. Adapters (LoRA)
-    are averaged factor by factor. Blocks that torch has compiled run uncompiled in the copy. Under
-    FSDP2 the copy is sharded as the rest of the model outside of its blocks is: in one piece, whole
-    on every rank while a step runs. ZeRO-3, whose ranks hold parameters neither whole nor as a
-    DTensor, cannot carry it.
+    Frozen parameters are copied too, and so is a text tower, though it never runs. Factors of
+    adapters (LoRA) are averaged one by one. Blocks that torch has compiled run uncompiled in the
+    copy. FSDP2 shards the copy in one piece, so that every rank holds all of it during a step.
+    ZeRO-3 cannot hold it, because its ranks have parameters neither whole nor as a DTensor.
     """
 
     def __init__(self, model: nn.Module, base: float, schedule: Schedule = "constant") -> None:
@@ -175,47 +178,48 @@ class MomentumCopy(Stepping):
         self.momentum = base
 
     def train(self, mode: bool = True) -> Self:
-        """Leaves the modules of the copy in the modes that the model's had when it was copied."""
+        """Leaves the copy's modules in the modes (training or evaluation) that they were copied
+        in."""
         self.training = mode
         return self
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """[b, C, H, W] -> [b, D], unit length, without gradient."""
+        """Returns the features [b, D] of images [b, C, H, W], unit length, without gradient."""
         features: Tensor = self.model(image=images)["image_features"]
         return features
 
     def keys(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The features [b, D] of two views as ``keys`` and ``keys_1``, without gradient."""
+        """Returns the features of two views, ``keys`` and ``keys_1`` [b, D], without gradient."""
         first, second = views
         return {"keys": self(first), "keys_1": self(second)}
 
     def begin(self, step: int, total: int, epoch: float = 0.0) -> None:
-        """Sets the momentum of the update after ``step``, of which there are ``total``.
+        """Sets the momentum of the update that follows ``step``, one of ``total`` steps.
 
-        ``constant``: ``base``; ``cosine``: 1 - (1 - base) (1 + cos(pi done / total)) / 2, which
-        rises from ``base`` to 1 (BYOL; MoCo-v3). MoCo-v3's code moves the copy before a step and
-        counts the steps before it, which is the same sequence.
+        ``constant``: ``base``. ``cosine``: 1 - (1 - base) (1 + cos(pi (step + 1) / total)) / 2,
+        which rises from ``base`` to 1 (BYOL, arXiv:2006.07733, and MoCo-v3). MoCo-v3's code moves
+        the copy before a step and counts the steps before it, which gives the same sequence.
         """
         self.momentum = self.base
         if self.schedule == "cosine":
-            left = (1.0 + math.cos(math.pi * (step + 1) / total)) / 2.0
-            self.momentum = 1.0 - (1.0 - self.base) * left
+            share = (1.0 + math.cos(math.pi * (step + 1) / total)) / 2.0
+            self.momentum = 1.0 - (1.0 - self.base) * share
 
     @torch.no_grad()
     def stepped(self, model: nn.Module) -> None:
-        """Moves the copy towards the weights of ``model``, from which it was copied."""
+        """Moves the copy's weights towards those of ``model``."""
         both = zip(self.model.parameters(), model.parameters(), strict=True)
-        moved = [(old, new) for old, new in both if new.requires_grad]
-        if moved:
-            old, new = map(list, zip(*moved, strict=True))
+        trained = [(old, new) for old, new in both if new.requires_grad]
+        if trained:
+            old, new = map(list, zip(*trained, strict=True))
             torch._foreach_lerp_(old, new, 1.0 - self.momentum)
 
 
 class _WithCopy(Objective):
-    """Base of both versions: holds the momentum copy, and compares with keys.
+    """Shared part of both versions: the momentum copy, and the loss of rows among keys.
 
-    ``tile`` is how many rows and columns of the similarities are computed at a time.
+    Similarities are computed in tiles of at most ``tile`` rows and columns.
     """
 
     def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
@@ -228,23 +232,24 @@ class _WithCopy(Objective):
         self.temperature = options.temperature or (0.2 if v2 else 1.0)
 
     def _row_losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """The cross-entropies [b] of the own keys of features [b, D] among keys [B, D], or those of
-        modified keys; and which rows have no negatives."""
+        """Returns L_p of each row, [b], or its IFM loss, of features [b, D] among keys [B, D]; and
+        which rows have no negatives, bool [b]."""
         queries = features / self.temperature
         if not self.epsilon:
             return row_losses(queries, keys, pairs)
         (negatives,) = log_sums(queries, keys, pairs)
         positives = pairs.positive_logits(queries, keys)
-        shift, weights = self.epsilon / self.temperature, weights_of(self.term)
+        shift = self.epsilon / self.temperature
+        weights = (0.0, 1.0) if self.term == "modified" else (0.5, 0.5)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 
 
 class QueuedKeys(_WithCopy):
-    """MoCo's loss with a queue, a ring buffer over the global batches in the order of ranks.
+    """MoCo's loss with a queue: a ring buffer of the keys of global batches, in the order of ranks.
 
-    ``queue`` [Q, D], and of each key ``queue_groups``, ``queue_sample_ids`` and
-    ``queue_prefix_lengths`` [Q] (-1: never filled) are the same on every rank; ``position`` is
-    where the next batch goes.
+    ``queue`` is [Q, D]. Its keys have ``queue_groups``, ``queue_sample_ids`` and
+    ``queue_prefix_lengths``, [Q] each (-1: not filled yet). All are the same on every rank. The
+    keys of the next batch go to ``position``.
     """
 
     queue: Tensor
@@ -270,19 +275,18 @@ class QueuedKeys(_WithCopy):
         return features | {"keys": self.copy(batch.views[1])}
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Computes this rank's rows of the loss over the global batch.
+        """Computes the loss of this rank's rows among their own keys and the queue.
 
         Args:
             features: `image_features` and `keys` [b, D], unit length, of this rank; row i of both
                 is one sample.
-            batch: `labels` [b, 1], group of each sample at `prefix_length`, and `sample_id` [b].
+            batch: `group_ids` [b, 1], the group of each sample at `prefix_length`; `sample_id` [b].
 
         Returns:
-            `loss`: mean over this rank's rows of the cross-entropy of the own key among it and the
-            negatives in the queue. `rows_without_negatives`: of the global batch, with loss 0 and
-            gradient 0; before the queue has keys these are all.
+            `loss`: mean of L_p over this rank's rows. `rows_without_negatives`: number of samples
+            of the global batch with loss 0 and gradient 0; all of them while the queue is empty.
         """
-        keys, groups, sample_id = features["keys"].detach(), batch.labels[:, 0], batch.sample_id
+        keys, groups, sample_id = features["keys"].detach(), batch.group_ids[:, 0], batch.sample_id
         self._new = keys, groups, sample_id, batch.prefix_length
         is_comparable = self.queue_prefix_lengths == batch.prefix_length
         queued = torch.where(is_comparable, self.queue_groups, _NO_GROUP)
@@ -295,15 +299,15 @@ class QueuedKeys(_WithCopy):
             self.tile,
         )
         columns = torch.cat([keys, self.queue])
-        losses, alone = self._row_losses(features["image_features"], columns, pairs)
+        losses, has_none = self._row_losses(features["image_features"], columns, pairs)
         return {
             "loss": losses.mean(),
-            "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+            "rows_without_negatives": collectives.all_reduce_sum(has_none.sum()),
         }
 
     @torch.no_grad()
     def stepped(self, model: nn.Module) -> None:
-        """Moves the copy, and puts the keys of the global batch in place of the oldest."""
+        """Moves the copy, and replaces the queue's oldest keys by those of the global batch."""
         super().stepped(model)
         assert self._new is not None
         *of_samples, prefix_length = self._new
@@ -319,14 +323,14 @@ class QueuedKeys(_WithCopy):
 
 
 class BatchKeys(_WithCopy):
-    """MoCo-v3's loss: each view against the copy's other view of the global batch."""
+    """MoCo-v3's loss: each view among the copy's features of the global batch's other views."""
 
     def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
         super().__init__(options, inputs)
         self.predictor: nn.Module = nn.Identity()
         if options.predictor:
             dim = inputs.model.feature_dim
-            self.predictor = predictor_of(dim, options.predictor, inputs.seed, inputs.dtype)
+            self.predictor = new_predictor(dim, options.predictor, inputs.seed, inputs.dtype)
 
     def features(
         self, model: nn.Module, batch: BatchFields, features: Features
@@ -335,26 +339,29 @@ class BatchKeys(_WithCopy):
         return encode(model, batch, features) | self.copy.keys(batch.views)
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Computes this rank's rows of the loss over the global batch.
+        """Computes the loss of this rank's rows over the global batch.
 
         Args:
             features: `image_features` and `image_features_1` [b, D], unit length, of this rank's
                 two views; `keys` and `keys_1` [b, D], the copy's features of the same views.
-            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares, and
+            batch: `group_ids` [b, 1], the group of each sample at the step's prefix length;
                 `sample_id` [b].
 
         Returns:
-            `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.
-            `rows_without_negatives`: of the global batch, with loss 0 and gradient 0.
+            `loss`: 2 tau times the sum over both directions of the mean of L_p over this rank's
+            rows. `rows_without_negatives`: number of samples of the global batch with loss 0 and
+            gradient 0 (both directions have the same).
         """
-        pairs = Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile)
+        pairs = Pairs.over_ranks(batch.group_ids[:, 0], batch.sample_id, self.tile)
         total = torch.zeros_like(features["image_features"][0, 0])
-        alone = torch.zeros(())
+        has_none = torch.zeros(())
         for view, others in (("image_features", "keys_1"), ("image_features_1", "keys")):
             queries = functional.normalize(self.predictor(features[view]), dim=-1)
-            losses, alone = self._row_losses(queries, collectives.gather(features[others]), pairs)
+            losses, has_none = self._row_losses(
+                queries, collectives.gather(features[others]), pairs
+            )
             total = total + losses.mean()
         return {
             "loss": 2.0 * self.temperature * total,
-            "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+            "rows_without_negatives": collectives.all_reduce_sum(has_none.sum()),
         }

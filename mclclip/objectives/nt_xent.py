@@ -6,29 +6,32 @@ the first views has the loss
     L_p = -log( exp(x_p . y_p / tau) / (exp(x_p . y_p / tau) + sum over q in N_p of
                 (exp(x_p . y_q / tau) + exp(x_p . x_q / tau))) )
 
-The rows of the second views exchange x and y; the result is the mean over all 2B rows of a global
-batch of B. In SimCLR N_p holds all other images, so that a row has 2B - 2 negatives; with MCL's
-mask (Eq. 3) it holds those that have p's pseudo label.
+The rows of the second views exchange x and y. The result is the mean over all 2B rows of a global
+batch of B images. In SimCLR N_p holds all other images, so that a row has 2B - 2 negatives. With
+MCL's mask (its Eq. 3) N_p holds those with p's pseudo label.
 
 Source: Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations"
-(SimCLR, 2020), Eq. 1.
+(SimCLR, ICML 2020), arXiv:2002.05709, Eq. 1. The mask: Zhang et al., "Learning the Unlearned:
+Mitigating Feature Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816.
 
 Inputs: ``image_features`` and ``image_features_1`` [b, D] of this rank, unit length, two views of
-one image in row i; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not read.
+one image in row i; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are not read.
 
-Use it where pictures have no captions, with an augmentation that changes what should not matter.
-It wants large batches; where they do not fit, ``moco`` takes its negatives from a queue.
+Use it for pictures without captions, with an augmentation that changes what should not matter. It
+needs large batches; if they do not fit, ``moco`` takes its negatives from a queue.
 
-Relations: it is ``info_nce`` between views in the place of captions. ``ifm`` and ``hcl`` with
-``between: views`` change its rows as they change those of ``info_nce``; ``feature_dropout`` has an
-adversary make its views; ``supcon`` adds positives of the same class.
+Relations: it is ``info_nce`` between views instead of captions. ``ifm`` and ``hcl`` with
+``between: views`` change its rows as they change those of ``info_nce``. In ``feature_dropout`` an
+adversary changes its views. ``supcon`` adds positives of the same class.
+
+Example: ``train.objective={kind: nt_xent, temperature: 0.2}``.
 
 Its slow reference is ``nt_xent`` in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -51,7 +54,10 @@ class Options(ContrastOptions):
     """Which objective."""
     temperature: AnyTemperature = 0.5
 
-    between: ClassVar[Between] = "views"
+    @property
+    def between(self) -> Between:
+        """Views: captions are not read."""
+        return "views"
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""

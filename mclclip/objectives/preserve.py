@@ -1,32 +1,35 @@
-"""Preserve: a term that holds features or similarities near those of stage 0.
+"""Preserve: a term that holds features or similarities near those of stage 0, the base.
 
-With V, T the unit features of the images and texts of the global batch, V', T' those that the base
-has for them, and s the base's logit scale,
+Let V and T be the unit features of the images and texts of the global batch, V' and T' those that
+the base has for them, and s the base's logit scale.
 
     features       mean over p of (1 - V_p . V'_p), and the same of the texts
     similarities   mean over rows p of KL( softmax_q(s V'_p . T'_q) || softmax_q(s V_p . T_q) ), and
                    the same over columns; of images alone V_p . V_q, where q is not p
 
-``features`` preserves coordinates: a common rotation of all features, which changes no similarity,
-is punished. For ``similarities`` a rotation of both towers is free. A pair counts under the mask of
-MCL's Eq. 3, as in ``info_nce``; the own pair always does between captions, and never between
+``features`` holds coordinates: it punishes a common rotation of all features, which changes no
+similarity. ``similarities`` lets both towers rotate together. Pairs count under MCL's group mask
+(its Eq. 3), as in ``info_nce``; the own pair always counts between captions, and never between
 images.
 
-Source: Li and Hoiem, "Learning without Forgetting" (2016), with the captions of the batch for
-classes.
+Source: Li and Hoiem, "Learning without Forgetting" (ECCV 2016), arXiv:1606.09282, with the captions
+of the batch for classes. The mask: Zhang et al., "Learning the Unlearned: Mitigating Feature
+Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816.
 
 Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length; the base's of the
-same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``labels`` [b, 1] and
+same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``group_ids`` [b, 1] and
 ``sample_id`` [b].
 
-Use it in a list beside another objective, where a fine-tuned model must keep what its base knows.
-The base's features come from disk, where ``embed`` stored them for the centre crop and every
-caption, at no cost; or, with ``exact``, from a frozen copy of the model that sees the same crop.
-With the copy, value and gradient are exactly 0 as long as the weights are the base's and the model
-computes in training what it does in evaluation (no dropout, no batch statistics).
+Use it in a list beside another objective, if a fine-tuned model must keep what its base knows. The
+base's features come from disk, where ``embed`` stored them for the centre crop and every caption,
+at no cost; or, with ``exact``, from a frozen copy of the model that sees the same crop. With the
+copy, value and gradient are exactly 0 as long as the weights are the base's and the model computes
+the same in training as in evaluation (no dropout, no batch statistics).
 
-Relations: ``train.start_decay`` holds the weights in the place of the outputs, and WiSE-FT averages
-the weights afterwards.
+Relations: ``train.start_decay`` holds the weights instead of the outputs, and WiSE-FT averages the
+weights afterwards.
+
+Example: ``train.objective=[{kind: info_nce}, {kind: preserve, weight: 0.5}]``.
 
 Its slow reference is ``preserved`` in tests/objective_loops.py.
 """
@@ -64,20 +67,20 @@ class Options(ObjectiveOptions):
     kind: Literal["preserve"] = "preserve"
     """Which objective."""
     what: Literal["features", "similarities"] = "similarities"
-    """``similarities``: the softmax of every row and column, where a rotation of both towers is
-    free; ``features``: the features themselves, by their cosine."""
+    """``similarities``: the softmax of every row and column, so that both towers may rotate
+    together; ``features``: the features themselves, by their cosine."""
     between: Literal["captions", "images"] = "captions"
-    """``captions``: images against captions (of ``features``: of both towers); ``images``: images
-    alone."""
+    """``captions``: images against captions (with ``features``: images and captions); ``images``:
+    images alone."""
     exact: bool = False
-    """True: the base sees the same crop, through a frozen copy of the model, which costs its
-    memory and a forward pass. False: its stored embeddings, which are of the centre crop."""
+    """True: a frozen copy of the base sees the same crop, which costs its memory and a forward
+    pass. False: its stored embeddings are taken, which are of the centre crop."""
     temperature: PositiveFloat | None = None
-    """Of ``similarities``: both sides' cosines are divided by it (null: by the base's own)."""
+    """With ``similarities``: divisor of the cosines of both (null: the base's temperature)."""
     end_factor: NonNegativeFloat = 1.0
-    """Factor of the loss at the last step, reached along a straight line from 1 at the first."""
+    """Factor of the loss at the last step; it moves along a straight line from 1 at the first."""
     num_views: Literal[1, 2] = 1
-    """Views of every image, as many as the other terms want; each is held."""
+    """Views of every image that are held: as many as the other objectives of the list read."""
 
     def __post_init__(self) -> None:
         if self.what == "features" and self.temperature is not None:
@@ -85,20 +88,20 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Captions between captions, groups where pairs are compared, and stage 0."""
+        """Captions, groups (for ``similarities``), and the embeddings or the model of stage 0."""
         captions = self.between == "captions"
-        base: set[Any] = {"images", "texts"} if captions else {"images"}
+        base: set[Any] = {"image_features", "text_features"} if captions else {"image_features"}
         return Reads(
-            views=self.num_views,
+            num_views=self.num_views,
             captions=captions,
             groups=self.what == "similarities",
             base=frozenset({"model"} if self.exact else base),
         )
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """The loss; ``inputs.model`` has the base's weights.
+        """Returns the loss; ``inputs.model`` has the base's weights.
 
-        Raises ValueError where the base has no logit scale and ``temperature`` is null.
+        Raises ValueError if ``temperature`` is null and the base has no logit scale.
         """
         scale = 1.0
         if self.temperature is not None:
@@ -114,14 +117,13 @@ class Options(ObjectiveOptions):
 
 
 class Preserve(Objective):
-    """The distance from the base, over all ranks; see the module.
+    """The distance between the model's and the base's features, over all ranks.
 
-    scale  the base's logit scale, which multiplies both sides' cosines
-    model  what is copied; None: the base's features are among the batch's extras
+    scale  the logit scale of both
+    model  is copied as the base; None: the base's features are among the batch's extras
 
-    ``captions``: whether texts are held too, or images against them. ``names`` are the features of
-    each view that are compared. The copy is no submodule: every
-    start makes it from the base again, so it is neither saved nor shared among ranks.
+    ``names`` has for each view the features that are compared. The copy is not a submodule: every
+    start copies it from the base again, so it is neither saved nor averaged over ranks.
     """
 
     def __init__(self, options: Options, scale: float, model: nn.Module | None) -> None:
@@ -131,25 +133,25 @@ class Preserve(Objective):
         images = ("image_features", "image_features_1")[: options.num_views]
         self.names = [(name, "text_features") if self.captions else (name,) for name in images]
         self.factor, self.end_factor = 1.0, options.end_factor
-        self._copy: tuple[Any] = (None,)  # in a tuple it is no submodule
+        self._copy: tuple[Any] = (None,)  # in a tuple, so that it is not a submodule
         if model is not None:
             copied = copy.deepcopy(model).requires_grad_(False).eval()
             for of_model, of_copy in zip(model.modules(), copied.modules(), strict=True):
-                # In evaluation mode torch takes a kernel that rounds otherwise.
+                # In evaluation mode torch takes another kernel, which rounds otherwise.
                 if isinstance(of_copy, nn.MultiheadAttention) and not of_copy.dropout:
                     of_copy.training = of_model.training
             self._copy = (copied,)
 
     def begin(self, step: int, total: int, epoch: float) -> None:
-        """Sets the factor of ``step``, of which there are ``total``."""
+        """Sets the factor of ``step``, one of ``total`` steps."""
         self.factor = 1.0 + (self.end_factor - 1.0) * step / max(total - 1, 1)
 
     @not_compiled
     def features(
         self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
-        """Adds the copy's features of the same crops and texts, as ``copied_image_features`` and so
-        on; none where they come from disk."""
+        """Adds the copy's features of the same crops and texts, such as ``copied_image_features``;
+        none if the base's features come from disk."""
         features, (copied,) = super().features(model, batch, features), self._copy
         if copied is None:
             return features
@@ -159,36 +161,35 @@ class Preserve(Objective):
         return features | {f"copied_{name}": of_base[name] for name in every}
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Computes this rank's rows of the distance over the global batch.
+        """Computes the distance of this rank's rows over the global batch.
 
         Args:
             features: those in ``names``, [b, D], unit length, of this rank, and with a copy its
                 features of the same samples, ``copied_NAME``.
-            batch: `labels` [b, 1], group of each sample, and `sample_id` [b]; without a copy the
-                extras ``base_image_features``, of every view, and ``base_text_features``.
+            batch: `group_ids` [b, 1], the group of each sample; `sample_id` [b]; without a copy the
+                extras ``base_image_features`` (for all views) and ``base_text_features``.
 
         Returns:
-            `loss`: mean over the views and this rank's rows, times the factor of the step,
-            0-dimensional; its mean over the ranks is the global loss. `base_cosine`: mean cosine of
-            this rank's images with the base's, of the first view.
+            `loss`: mean over the views and this rank's rows, times the factor of the step; its mean
+            over the ranks is the global loss. `base_cosine`: mean cosine of this rank's images with
+            the base's, of the first view.
 
-        The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
-        for features that are not there or do not fit.
+        The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
-        every = self._pairs_of_sides({**batch.extras, **features})
-        marks = batch.labels[:, 0], batch.sample_id
-        distances = [self.distance(local, base, *marks) for local, base in every]
-        (images, *_), (base_images, *_) = every[0]
+        sides = self._sides({**batch.extras, **features})
+        marks = batch.group_ids[:, 0], batch.sample_id
+        distances = [self.distance(local, base, *marks) for local, base in sides]
+        (images, *_), (base_images, *_) = sides[0]
         return {
             "loss": self._scheduled(torch.stack(distances).mean()),
             "base_cosine": (images.detach() * base_images).sum(dim=1).mean(),
         }
 
     def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
-        """Returns the distance where all features are alike: of features, the vector that is
-        nearest."""
-        marks, distances = (batch.labels[:, 0], batch.sample_id), []
-        for _, base in self._pairs_of_sides({**batch.extras, **features}):
+        """Returns the smallest distance of features that are all alike: with ``features`` these are
+        the base's mean."""
+        marks, distances = (batch.group_ids[:, 0], batch.sample_id), []
+        for _, base in self._sides({**batch.extras, **features}):
             if self.what == "similarities":
                 alike = [side.new_ones(len(side), 1) for side in base]
                 distances.append(self.distance(alike, base, *marks))
@@ -198,13 +199,13 @@ class Preserve(Objective):
             distances.append(torch.stack([1.0 - mean.norm() for mean in means]).sum())
         return self._scheduled(torch.stack(distances).mean())
 
-    # A compiler would compile again whenever the number moves.
+    # Not compiled, because a compiler would compile again for every new factor.
     @not_compiled
     def _scheduled(self, distance: Tensor) -> Tensor:
         return distance * self.factor
 
-    def _pairs_of_sides(self, given: Features) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """The model's features and the base's, of each view; ValueError where they do not fit."""
+    def _sides(self, features: Features) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Returns the model's features and the base's, of each view."""
         stored = {"image_features_1": "image_features"}  # one embedding for all views
         by_view = []
         for names in self.names:
@@ -212,29 +213,18 @@ class Preserve(Objective):
                 f"base_{stored.get(name, name)}" if self._copy[0] is None else f"copied_{name}"
                 for name in names
             ]
-            if missing := [name for name in (*names, *of_base) if given.get(name) is None]:
-                raise ValueError(
-                    f"objective.kind=preserve reads {', '.join(missing)}, and was given "
-                    f"{', '.join(sorted(name for name, x in given.items() if x is not None))}"
-                )
-            local = [to_fp32(given[name]) for name in names]
-            base = [given[n].detach().to(o.dtype) for n, o in zip(of_base, local, strict=True)]
-            for name, mine, other in zip(of_base, local, base, strict=True):
-                if mine.ndim != 2 or mine.shape != other.shape:
-                    raise ValueError(
-                        f"{name} {tuple(other.shape)} and the model's features "
-                        f"{tuple(mine.shape)} must both be [b, D]: is the base another encoder?"
-                    )
+            local = [to_fp32(features[name]) for name in names]
+            base = [features[n].detach().to(o.dtype) for n, o in zip(of_base, local, strict=True)]
             by_view.append((local, base))
         return by_view
 
     def distance(
         self, local: Sequence[Tensor], base: Sequence[Tensor], groups: Tensor, sample_id: Tensor
     ) -> Tensor:
-        """The mean over this rank's rows, 0-dimensional; ``local`` and ``base`` are features of
-        images and, with captions, of texts, [b, D] each; ``groups`` and ``sample_id`` [b]."""
+        """Returns the mean distance of this rank's rows, a scalar. ``local`` and ``base`` are the
+        model's and the base's features of images and, with captions, of texts, [b, D] each."""
         if self.what == "features":
-            # Of unit vectors |x - y|^2 / 2 is 1 - cosine; of equal ones it is 0 to the last bit.
+            # |x - y|^2 / 2 of unit vectors is 1 - cosine, and exactly 0 if they are equal.
             sides = zip(local, base, strict=True)
             means = [(x - y).square().sum(dim=1).mean() / 2.0 for x, y in sides]
             return torch.stack(means).sum()

@@ -1,18 +1,19 @@
-"""Contrastive losses of rows of a similarity matrix that is computed in tiles and never held whole.
+"""Contrastive losses of the rows of a similarity matrix, which is computed in tiles, never whole.
 
-The log-sum-exp of a row is streamed over its tiles as a running maximum and a sum (Milakov and
-Gimelshein, 2018), and the backward computes every tile again from the saved log-sum-exp, as
-FlashAttention does (Dao et al., 2022). Memory is linear in rows and columns; the price is one more
-matrix product.
+Row i has a query and an own pair, the column of its own key. Its loss needs the log-sum-exp of its
+logits. That is streamed over the row's tiles as a running maximum and a sum (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867). The backward
+computes every tile again from the saved log-sum-exp, as FlashAttention does (Dao et al., 2022,
+arXiv:2205.14135). Memory is linear in rows and columns; the price is one more matrix product.
 
-The own pair is in every row's denominator, so it begins the stream, outside the tiles; in a tile
-it is one of equal ids and masked like every repeated sample. A row without negatives therefore has
+The own pair is in the denominator of every row, so the stream begins with it, outside of the tiles.
+Inside of a tile it is masked like every pair of one sample. A row without negatives therefore has
 loss 0 and gradient 0 exactly.
 
-Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
-(``log_sums``), of their number (``count_columns``) and of sums of keys (``sum_columns``). The same
-three are over other columns than negatives where ``Pairs.columns`` says so. ``divergences``
-compares the rows' softmaxes with those of another matrix.
+``row_losses`` is the plain loss. Losses that weigh their negatives otherwise are built of three
+functions: the log-sum-exp of the negatives (``log_sums``), their number (``count_columns``) and
+sums of keys (``sum_columns``). The three count other columns than negatives if ``Pairs.columns``
+says so. ``divergences`` compares the rows' softmaxes with those of another matrix.
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ from mclclip.ranks.process_group import not_compiled
 
 
 def choose_no_autocast(device: torch.device) -> torch.autocast:
-    """Arithmetic in the dtype of the tensors, whatever surrounds it."""
+    """Returns a context in which tensors keep their dtypes, even within an autocast."""
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
-TILE = 2048
+TILE = 2048  # rows and columns
 Columns = Literal["negatives", "equal", "others"]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows among the columns: row i's own pair is column ``first`` + i; a column is a negative of
-    a row where its group is the row's and its sample is not, nor any of its digests.
+    """Says which columns of a similarity matrix count for which row: its own pair, its negatives.
 
-    ``groups`` and ``sample_id`` are [b] int64 of the rows, ``all_groups`` and ``all_sample_ids``
-    [B] int64 of the columns; so are ``classes`` and ``all_classes``, where a loss reads them, and
-    each of ``digests`` and ``all_digests``. ``tile`` is how many rows and columns are computed at a
-    time.
+    Rows are this rank's samples, columns those of all ranks. The own pair of row i is column
+    ``first`` + i. A column is a negative of a row if both have the same group, and neither the same
+    sample id nor an equal digest (of a caption or a picture).
 
-    ``columns`` says which columns of its group a row counts: its ``negatives``, or without its own
-    pair those that are ``equal`` to it, by their sample or by a digest, or all ``others``.
+    groups, sample_id            int64 [b], of the rows
+    all_groups, all_sample_ids   int64 [B], of the columns
+    classes, all_classes         the same of their classes, for losses that read them
+    digests, all_digests         the same of their digests, for losses that mask equal captions
+    tile                         how many rows and columns are computed at a time
+    columns                      what a row counts: its ``negatives``; or, without its own pair, the
+                                 columns of its group that are ``equal`` to it by sample id or
+                                 digest; or all ``others`` of its group
     """
 
     groups: Tensor
@@ -68,40 +73,52 @@ class Pairs:
     def over_ranks(
         cls, groups: Tensor, sample_id: Tensor, tile: int, digests: Sequence[Tensor] = ()
     ) -> Pairs:
-        """This rank's rows among the columns of all ranks; a collective."""
-        marks = groups, sample_id, *digests
-        all_groups, all_sample_ids, *all_digests = map(collectives.gather, marks)
+        """Returns this rank's rows among the columns of all ranks. A collective."""
         return cls(
             groups,
             sample_id,
-            all_groups,
-            all_sample_ids,
+            collectives.gather(groups),
+            collectives.gather(sample_id),
             collectives.rank() * len(groups),
             tile,
             digests=tuple(digests),
-            all_digests=tuple(all_digests),
+            all_digests=tuple(map(collectives.gather, digests)),
+        )
+
+    def among_views(self, num_views: int, own_view: int) -> Pairs:
+        """Returns the same rows among the columns of several views, [num_views * B]; the own pair
+        is in the view ``own_view``."""
+        assert not self.digests  # of captions
+        classes = None if self.all_classes is None else self.all_classes.repeat(num_views)
+        return replace(
+            self,
+            all_groups=self.all_groups.repeat(num_views),
+            all_sample_ids=self.all_sample_ids.repeat(num_views),
+            all_classes=classes,
+            first=self.first + own_view * len(self.all_groups),
         )
 
     def positive_keys(self, keys: Tensor) -> Tensor:
-        """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
+        """Returns the keys of the rows' own pairs, [b, D], out of the columns' keys [B, D]."""
         return keys[self.first : self.first + len(self.groups)]
 
     def positive_logits(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[b]: the products of the rows' queries and their own keys."""
+        """Returns the logits of the rows' own pairs, [b]."""
         return (queries * self.positive_keys(keys)).sum(dim=1)
 
     def positives_of_class(self) -> Pairs:
-        """Returns pairs whose "negatives" are the columns of a row's class but its own sample."""
+        """Returns pairs that count the columns of a row's group and class, but for its own
+        sample."""
         assert self.classes is not None and self.all_classes is not None
         num = self.all_classes.max() + 1
-        groups, all_groups = (
-            self.groups * num + self.classes,
-            self.all_groups * num + self.all_classes,
+        return replace(
+            self,
+            groups=self.groups * num + self.classes,
+            all_groups=self.all_groups * num + self.all_classes,
         )
-        return replace(self, groups=groups, all_groups=all_groups)
 
     def masked(self, rows: slice, columns: slice) -> Tensor:
-        """Bool [r, c]: True where the column must be left out of the row's sum."""
+        """Returns bool [r, c] of a tile: True where the row does not count the column."""
         excluded = self.groups[rows, None] != self.all_groups[columns]
         if self.columns != "others":
             equal = self.sample_id[rows, None] == self.all_sample_ids[columns]
@@ -113,15 +130,17 @@ class Pairs:
         return excluded
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of each tile, row by row."""
+        """Yields the rows and columns of each tile, row by row."""
         every = blocks(len(self.all_groups), self.tile)
         return itertools.product(blocks(len(self.groups), self.tile), every)
 
 
-# A compiler would unroll the loop over tiles.
+# Not compiled, because a compiler would unroll the loop over tiles.
 @not_compiled
 def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Each row's -L_pp + log of the sum of exp L_pq over its own pair p and its negatives q.
+    """Returns each row's InfoNCE loss, and which rows have no negative.
+
+    Row p loses -L_pp + log(exp(L_pp) + sum over its negatives q of exp(L_pq)).
 
     Args:
         queries: [b, D], already multiplied by the logit scale: L = queries @ keys.T.
@@ -129,9 +148,9 @@ def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Ten
         pairs: which columns count.
 
     Returns:
-        losses [b], differentiable once in queries and keys, and bool [b]: the row has no negative.
-        The arithmetic is in the dtype given, under autocast too. Raises RuntimeError where a second
-        derivative is prepared (create_graph=True).
+        The losses [b], differentiable once in queries and keys, and bool [b]. The arithmetic is in
+        the tensors' dtype, under autocast too. The backward raises RuntimeError if it is asked for
+        a second derivative (create_graph=True).
     """
     losses, alone = _RowLosses.apply(queries, keys, pairs)  # type: ignore[no-untyped-call]
     return losses, alone
@@ -141,10 +160,11 @@ def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Ten
 def log_sums(
     queries: Tensor, keys: Tensor, pairs: Pairs, factors: tuple[float, ...] = (1.0,)
 ) -> Tensor:
-    """Each row's log of the sum of exp(f * L_pq) over its negatives q, for every factor f > 0.
+    """Returns log(sum over its negatives q of exp(f * L_pq)) of each row p and factor f > 0.
 
-    [len(factors), b], -inf where a row has no negatives, with gradient 0. Other arguments,
-    arithmetic and errors are those of ``row_losses``. All factors share the products.
+    The shape is [len(factors), b]. A row without negatives has -inf, with gradient 0. Matrix
+    products are made once for all factors. Arguments, arithmetic and errors are those of
+    ``row_losses``.
     """
     sums: Tensor = _LogSums.apply(queries, keys, pairs, factors)  # type: ignore[no-untyped-call]
     return sums
@@ -152,14 +172,15 @@ def log_sums(
 
 @not_compiled
 def sum_columns(keys: Tensor, pairs: Pairs) -> Tensor:
-    """Returns the sum of the keys that each row counts, [b, D], differentiable once in ``keys``."""
+    """Returns the sum of the keys that each row counts (``pairs.columns``), [b, D]; differentiable
+    once in ``keys``."""
     sums: Tensor = _SumColumns.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
 
 @not_compiled
 def count_columns(pairs: Pairs) -> Tensor:
-    """Returns how many columns each row counts, as ``pairs.columns`` says; int64 [b]."""
+    """Returns how many columns each row counts (``pairs.columns``), int64 [b]."""
     counts = torch.zeros_like(pairs.sample_id)
     for rows, columns in pairs.tiles():
         counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
@@ -176,12 +197,13 @@ def divergences(
     *,
     with_own: bool,
 ) -> Tensor:
-    """Each row's KL divergence of softmax(L) from softmax(base L), [b], over its negatives and,
+    """Returns KL(softmax(base L) || softmax(L)) of each row, [b], over its negatives and, if
     ``with_own``, its own pair.
 
-    L = queries @ keys.T and base L = base_queries @ base_keys.T, each of its own width; arithmetic
-    and errors are those of ``row_losses``. Differentiable once in ``queries`` and ``keys``. A row
-    with nothing to compare has 0 and gradient 0, and so have, exactly, equal matrices.
+    L = queries @ keys.T and base L = base_queries @ base_keys.T; the two widths may differ. The
+    result is differentiable once in ``queries`` and ``keys``. It is 0, with gradient 0, for a row
+    that has nothing to compare, and exactly so if both matrices are equal. Arithmetic and errors
+    are those of ``row_losses``.
     """
     rows: Tensor = _Divergences.apply(  # type: ignore[no-untyped-call]
         queries, keys, base_queries, base_keys, pairs, with_own
@@ -190,14 +212,15 @@ def divergences(
 
 
 class Tiles:
-    """The tiles of one matrix, written into the same memory one after the other."""
+    """Computes the tiles of a similarity matrix, each into the memory of the one before."""
 
     def __init__(self, queries: Tensor, keys: Tensor, pairs: Pairs) -> None:
         self.queries, self.keys, self.pairs, tile = queries, keys, pairs, pairs.tile
         self._memory = queries.new_empty(min(tile, len(queries)) * min(tile, len(keys)))
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """[r, c] scores of one tile, -inf where left out; the next call overwrites them."""
+        """Returns the logits of one tile, [r, c], -inf if a row does not count a column; the next
+        call overwrites them."""
         queries, keys = self.queries[rows], self.keys[columns]
         shape = (len(queries), len(keys))
         out = torch.mm(queries, keys.T, out=self._memory[: shape[0] * shape[1]].view(shape))
@@ -205,17 +228,18 @@ class Tiles:
 
 
 def blocks(length: int, size: int) -> list[slice]:
-    """Slices of at most ``size`` that cover ``length``."""
+    """Returns slices of at most ``size`` numbers that together cover ``range(length)``."""
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
 def _stream(
     tiles: Tiles, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Streams all rows over their negatives, from ``weight`` times the exp of ``start`` [b].
+    """Streams the sums of exp(factor * logit) of all rows over their tiles.
 
-    Returns m [b] and l [b, f], with factor * m + l the log of the sum of exp(factor * logit), and
-    the rows without a negative.
+    A row's sum begins with ``weight`` times exp(factor * ``start``). Returns its log as two parts,
+    m [b] and l [b, number of factors], so that it is factor * m + l; and bool [b]: the row has no
+    negative.
     """
     streamed = []
     for rows in blocks(len(tiles.queries), tiles.pairs.tile):
@@ -237,11 +261,14 @@ def _stream(
     return maximum, log_totals, alone
 
 
-def _pulled(
+def _pull(
     ctx: Any, tiles: Tiles, shares: Callable[[slice, slice], Tensor], queries: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The products of ``shares`` [r, c] with keys and with ``queries``: the gradients of queries
-    and of keys, which are a function's first two arguments, as far as they are wanted."""
+    """Returns the gradients of queries, the sum of shares @ keys over tiles, and of keys, the sum
+    of shares.T @ ``queries``; None if autograd does not ask for it.
+
+    ``shares(rows, columns)`` gives the gradient of a tile's logits, [r, c].
+    """
     grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
     grad_keys = torch.zeros_like(tiles.keys) if ctx.needs_input_grad[1] else None
     for rows, columns in tiles.pairs.tiles():
@@ -250,30 +277,30 @@ def _pulled(
             grad_queries[rows].addmm_(share, tiles.keys[columns])
         if grad_keys is not None:
             grad_keys[columns].addmm_(share.T, queries[rows])
-        del share  # before the next one is made
+        del share  # frees its memory before the next one is computed
     return grad_queries, grad_keys
 
 
 def to_fp32(features: Tensor) -> Tensor:
-    """Returns the features in fp32, or in float64 where they are."""
+    """Returns the features in fp32; float64 ones stay as they are."""
     return features if features.dtype == torch.float64 else features.float()
 
 
 def softplus_of_difference(log_sums: Tensor, positives: Tensor | float = 0.0) -> Tensor:
-    """log(1 + exp(log_sums - positives)), exact for large differences too, where torch's softplus
-    is not.
+    """Returns log(1 + exp(log_sums - positives)), the loss of rows of which the log-sum-exps of
+    negatives and the logits of own pairs are known, [b].
 
-    It is the loss of rows with these log-sum-exps of negatives and logits of own pairs, [b]; 0,
-    with gradient 0, for rows without negatives.
+    It is 0, with gradient 0, if a log-sum-exp is -inf, as without negatives. Unlike torch's
+    softplus it is exact for large differences too.
     """
     difference = log_sums - positives
     return torch.logaddexp(difference, torch.zeros_like(difference))
 
 
 def refuse_second_derivative(loss: str = "the contrastive loss") -> None:
-    """Raises RuntimeError in a backward that prepares another.
+    """Raises RuntimeError if the backward that calls this is asked for a second derivative.
 
-    torch's once_differentiable is silent where the incoming gradient is a constant.
+    torch's ``once_differentiable`` says nothing if the incoming gradient is a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -283,7 +310,7 @@ def refuse_second_derivative(loss: str = "the contrastive loss") -> None:
 
 
 class _RowLosses(torch.autograd.Function):
-    """See ``row_losses``."""
+    """The loss and its gradient for ``row_losses``."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -311,17 +338,17 @@ class _RowLosses(torch.autograd.Function):
                 return tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
 
             weighted = grad[:, None] * queries
-            grad_queries, grad_keys = _pulled(ctx, tiles, shares, weighted)
-            own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
+            grad_queries, grad_keys = _pull(ctx, tiles, shares, weighted)
+            pull = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
             if grad_queries is not None:
-                grad_queries.addcmul_(own, ctx.pairs.positive_keys(keys)).mul_(grad[:, None])
+                grad_queries.addcmul_(pull, ctx.pairs.positive_keys(keys)).mul_(grad[:, None])
             if grad_keys is not None:
-                ctx.pairs.positive_keys(grad_keys).addcmul_(own, weighted)
+                ctx.pairs.positive_keys(grad_keys).addcmul_(pull, weighted)
         return grad_queries, grad_keys, None
 
 
 class _LogSums(torch.autograd.Function):
-    """See ``log_sums``."""
+    """The log-sum-exps and their gradient for ``log_sums``."""
 
     @staticmethod
     def forward(
@@ -342,7 +369,8 @@ class _LogSums(torch.autograd.Function):
         queries, keys, sums = ctx.saved_tensors
         with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, ctx.pairs)
-            normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
+            # Rows without negatives: any finite number makes their shares 0.
+            normalizers = sums.masked_fill(sums == float("-inf"), 0.0)
 
             def shares(rows: slice, columns: slice) -> Tensor:
                 logits = tiles.logits(rows, columns)
@@ -352,12 +380,12 @@ class _LogSums(torch.autograd.Function):
                     total.addcmul_(share, factor * g[rows, None])
                 return total
 
-            grad_queries, grad_keys = _pulled(ctx, tiles, shares, queries)
+            grad_queries, grad_keys = _pull(ctx, tiles, shares, queries)
         return grad_queries, grad_keys, None, None
 
 
 class _SumColumns(torch.autograd.Function):
-    """See ``sum_columns``."""
+    """The sums of keys and their gradient for ``sum_columns``."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, pairs: Pairs) -> Tensor:
@@ -377,12 +405,13 @@ class _SumColumns(torch.autograd.Function):
             for rows, columns in pairs.tiles():
                 counted = (~pairs.masked(rows, columns)).to(grad)
                 grad_keys[columns].addmm_(counted.T, grad[rows])
-                del counted  # before the next one is made
+                del counted  # frees its memory before the next one is computed
         return grad_keys, None
 
 
 class _Divergences(torch.autograd.Function):
-    """See ``divergences``: two log-sum-exps and one weighted sum per row, in one pass."""
+    """The divergences and their gradient for ``divergences``: two log-sum-exps and one weighted sum
+    of each row, in one pass over the tiles."""
 
     @staticmethod
     def forward(
@@ -398,24 +427,26 @@ class _Divergences(torch.autograd.Function):
         with choose_no_autocast(queries.device):
             tiles, base = (Tiles(*side, pairs) for side in every)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
-            own = [pairs.positive_logits(*side) if with_own else lowest for side in every]
+            starts = [pairs.positive_logits(*side) if with_own else lowest for side in every]
             streamed = [
-                _stream_divergence(tiles, base, rows, own[0][rows], own[1][rows], float(with_own))
+                _stream_divergence(
+                    tiles, base, rows, starts[0][rows], starts[1][rows], float(with_own)
+                )
                 for rows in blocks(len(queries), pairs.tile)
             ]
         by_row, sums, base_sums = (torch.cat(parts) for parts in zip(*streamed, strict=True))
-        ctx.save_for_backward(queries, keys, base_queries, base_keys, *own, sums, base_sums)
+        ctx.save_for_backward(queries, keys, base_queries, base_keys, *starts, sums, base_sums)
         ctx.pairs, ctx.with_own = pairs, with_own
         return by_row
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the divergence")
-        queries, keys, base_queries, base_keys, own, base_own, *sums = ctx.saved_tensors
+        queries, keys, base_queries, base_keys, start, base_start, *sums = ctx.saved_tensors
         pairs = ctx.pairs
         with choose_no_autocast(queries.device):
             tiles, base = Tiles(queries, keys, pairs), Tiles(base_queries, base_keys, pairs)
-            # Of rows with nothing to compare: shares 0.
+            # Rows with nothing to compare: any finite number makes their shares 0.
             total, base_total = (each.masked_fill(each == float("-inf"), 0.0) for each in sums)
 
             def shares(rows: slice, columns: slice) -> Tensor:
@@ -423,9 +454,10 @@ class _Divergences(torch.autograd.Function):
                 share -= base.logits(rows, columns).sub_(base_total[rows, None]).exp_()
                 return share.mul_(grad[rows, None])
 
-            grad_queries, grad_keys = _pulled(ctx, tiles, shares, queries)
+            grad_queries, grad_keys = _pull(ctx, tiles, shares, queries)
             if ctx.with_own:
-                share = (((own - total).exp() - (base_own - base_total).exp()) * grad)[:, None]
+                share = (start - total).exp() - (base_start - base_total).exp()
+                share = (share * grad)[:, None]
                 if grad_queries is not None:
                     grad_queries.addcmul_(share, pairs.positive_keys(keys))
                 if grad_keys is not None:
@@ -436,18 +468,19 @@ class _Divergences(torch.autograd.Function):
 def _stream_divergence(
     tiles: Tiles, base: Tiles, rows: slice, start: Tensor, base_start: Tensor, weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The divergences of the rows [r], and the log-sum-exps of both matrices; each stream begins
-    with ``weight`` times the exp of its start."""
+    """Returns the divergences of some rows, [r], and the log-sum-exps of their logits in both
+    matrices; a sum begins with ``weight`` times exp(start)."""
     maximum, base_maximum = start, base_start
     total, base_total = (torch.full_like(start, weight) for _ in range(2))
     gaps = weight * (base_start - start)  # the sum of exp(base L) (base L - L), by the maximum
     for columns in blocks(len(tiles.keys), tiles.pairs.tile):
-        logits, wanted = tiles.logits(rows, columns), base.logits(rows, columns)
-        gap = (wanted - logits).masked_fill_(wanted == float("-inf"), 0.0)
+        logits, base_logits = tiles.logits(rows, columns), base.logits(rows, columns)
+        gap = (base_logits - logits).masked_fill_(base_logits == float("-inf"), 0.0)
         previous, maximum = maximum, torch.maximum(maximum, logits.amax(dim=1))
         total = total * (previous - maximum).exp() + logits.sub_(maximum[:, None]).exp_().sum(dim=1)
-        previous, base_maximum = base_maximum, torch.maximum(base_maximum, wanted.amax(dim=1))
-        share, shrink = wanted.sub_(base_maximum[:, None]).exp_(), (previous - base_maximum).exp()
+        previous, base_maximum = base_maximum, torch.maximum(base_maximum, base_logits.amax(dim=1))
+        share = base_logits.sub_(base_maximum[:, None]).exp_()
+        shrink = (previous - base_maximum).exp()
         base_total = base_total * shrink + share.sum(dim=1)
         gaps = gaps * shrink + gap.mul_(share).sum(dim=1)
     sums, base_sums = maximum + total.log(), base_maximum + base_total.log()

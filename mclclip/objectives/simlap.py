@@ -1,37 +1,42 @@
 """SimLAP: samples of any two classes may be a positive pair, in dimensions that the two share.
 
 A sample of class y1 is paired with a class y2 of the batch. Its positives k are the samples of y2,
-its negatives q those of neither class, all seen through gates g(y1, y2) in (0, 1)^D that a label
-filter makes. With the cosine c of gated features z * g, the temperature tau and the P positives,
+its negatives q those of neither class. All are compared through gates g(y1, y2) in (0, 1)^D, which
+a label filter computes. With the cosine c of gated features z * g, the temperature tau and P
+positives,
 
     L = 1/P sum over k of -log( exp(c_k / tau) / (exp(c_k / tau) + sum over q of exp(c_q / tau)) )
 
-Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (2024), Eq. 1 to 5, Table 5c.
+Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (SimLAP, 2024),
+arXiv:2410.18200, Eq. 1 to 5, Table 5c.
 
 Inputs: ``image_features`` and ``image_features_1`` [b, D] of this rank, two views of an image;
-``classes`` [b, 1] int64; ``labels`` [b, 1] and ``sample_id`` [b]; with a momentum copy ``keys`` and
-``keys_1`` [b, D]. Captions are not read.
+``classes`` [b, 1] int64; ``group_ids`` [b, 1] and ``sample_id`` [b]; with a momentum copy
+``keys`` and ``keys_1`` [b, D]. Captions are not read.
 
-Use it where images have classes, by an ``attribute`` or by clusters, and the samples of two classes
-have something in common. Keep the layer norm, without which the paper's training diverges.
+Use it where images have classes (an ``attribute``, or clusters) and samples of two classes have
+something in common. Keep the layer norm, without which the paper's training diverges.
 
 Relations: ``supcon`` pairs samples of one class in all dimensions. ``gates: open`` is our reading
-of Fig. 8's SupCon with pairs of other classes: the same pairs and the same loss in all dimensions
+of SupCon with pairs of other classes in Fig. 8: the same pairs and the same loss in all dimensions
 (SupCon itself has all positives of a row in its denominator). ``momentum`` is SimLAP-MoCo.
 
 Where the paper is silent or contradicts itself:
 
 - y2 is drawn over the classes of the global batch, once for both views of a sample (the authors'
   code permutes the local batch).
-- Candidates pass the gates of the row (Eq. 2 and the code; Algorithm 1 has those of their pair).
-- A sample's other view is no positive of it, also where y2 is y1.
-- SimLAP-MoCo has no predictor, and its candidates go through the layer norm of the rows, which has
-  no copy of its own. Each view is compared with the copy's other one, as in MoCo v3.
+- Candidates pass through the row's gates (Eq. 2 and the code; in Algorithm 1 through those of
+  their own pair).
+- A sample's other view is not a positive of it, even if y2 is y1.
+- SimLAP-MoCo has no predictor. Its candidates pass through the same layer norm as the rows, of
+  which there is no copy. Each view is compared with the copy's other one, as in MoCo v3.
 - The gates are sigmoids (Eq. 3; Algorithm 1 omits them); the loss is -log of what Eq. 2 prints.
 - Every positive has a term of its own with one positive in the denominator, and a row's loss is
-  their mean. A row whose class y2 has no other sample is left out of the mean.
-- ``score=code`` is the score of the authors' code: features of unit length, both gated, are
-  multiplied, and not brought to unit length again.
+  their mean. A row is left out of the mean if the batch has no other sample of its class y2.
+- ``score: code`` is the score of the authors' code: features of unit length are gated and
+  multiplied, without being normalized again.
+
+Example: ``train.objective={kind: simlap, attribute: breed, momentum: 0.99}``.
 
 Its slow reference is ``simlap`` in tests/objective_loops.py.
 """
@@ -64,11 +69,11 @@ from mclclip.objectives.gated_pairs import (
     OpenGates,
     Pairing,
     Penalty,
+    apply_norm,
     closest_classes,
     draw_partners,
     gate_penalty,
     gated_queries,
-    normed,
     pair_losses,
 )
 from mclclip.objectives.moco import MomentumCopy
@@ -89,41 +94,42 @@ class Options(ObjectiveOptions):
     kind: Literal["simlap"] = "simlap"
     """Which objective."""
     attribute: str | None = None
-    """Attribute of the samples that is their class (null: the nearest cluster of the stage
-    before)."""
+    """Attribute of the samples that is their class, such as ``breed`` (null: the nearest cluster of
+    the stage before)."""
     groups: bool = False
-    """Compare only within groups of samples with one pseudo label, as MCL does."""
+    """Compare only samples with the same pseudo label, as MCL does."""
     pairs: Pairing = "arbitrary"
-    """Classes that a sample is paired with: any of the batch; its own (``identical``); any other
-    (``distinct``); its own and its closest of all classes, as far as the batch has them
-    (``n_closest``)."""
+    """Classes of the batch that a sample may be paired with: any (``arbitrary``); its own
+    (``identical``); any other (``distinct``); its own and those closest to it (``n_closest``)."""
     num_closest: NonNegativeInt = 5
-    """N of ``n_closest``; 0: the sample's own class alone."""
+    """Number of closest classes for ``n_closest``; 0: the sample's own class alone."""
     closest_by: Literal["class_means", "label_embeddings"] = "class_means"
-    """Vectors of which ``n_closest`` takes the cosine: the classes' means, or the label filter's
-    embeddings as they are at the step."""
+    """How near two classes are, for ``n_closest``: the cosine of their means, or of the label
+    filter's current embeddings of them."""
     class_means: str | None = None
-    """An .npy file [num_classes, E] with the classes' means (null: the clusters' centroids)."""
+    """An .npy file with the classes' means, [num_classes, E] (null: the clusters' centroids)."""
     gates: Gates = "labels"
-    """``labels``: a label filter makes them of the two classes; ``open``: all are 1, so that pairs
-    of any classes are compared in all dimensions."""
+    """``labels``: a label filter computes them from the two classes; ``open``: all are 1, so that
+    all pairs are compared in all dimensions."""
     score: Literal["exact", "code"] = "exact"
-    """``exact``: the cosine of gated features; ``code``: the gated product of unit features."""
+    """``exact``: the cosine of gated features; ``code``: the product of gated unit features."""
     temperature: AnyTemperature = 0.05
     """Divisor of scores, as for other contrastive losses. The paper tries 0.05, 0.1 and 0.15; the
     authors' code is ``{learnable: true, start: 0.1}``; null: one over the model's logit scale."""
     norm: Literal["layer", "none"] = "layer"
-    """Layer norm at the end of the projector, without which the paper's training diverges."""
+    """``layer``: a layer norm at the end of the projector, without which the paper's training
+    diverges."""
     penalty: Penalty = "neg_glog"
     """Penalty of gates: ``paper`` is Eq. 5 as printed, which draws gates to 1/e; ``neg_glog`` has
-    the other sign, which its text wants; ``bernoulli`` is a gate's entropy as a probability."""
+    the other sign, as the paper's text wants; ``bernoulli`` is the entropy of a coin that is heads
+    with the gate's probability."""
     penalty_weight: NonNegativeFloat = 0.0
     """Weight of the penalty."""
     momentum: Share | None = None
-    """Share of itself that a momentum copy of the model keeps at a step, such as 0.99; it rises to
-    1 by a cosine. Candidates are the copy's features (SimLAP-MoCo); null: there is no copy."""
+    """Momentum, such as 0.99, of a copy of the model whose features are the candidates
+    (SimLAP-MoCo); it rises to 1 along a cosine. Null: there is no copy."""
     label_dim: PositiveInt = 512
-    """Width of the label embedding."""
+    """Width of the label filter's embedding of a class."""
     hidden_dim: PositiveInt = 1024
     """Width of the label filter's hidden layer."""
 
@@ -156,12 +162,12 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Returns a class per sample, groups where they are set, and the weights that a copy
-        follows."""
+        """Two views and a class of every sample; groups and the model's weights if options ask for
+        them."""
         clusters = 1 if self.attribute is None else 0
         return Reads(
-            views=2,
-            weights=self.momentum is not None,
+            num_views=2,
+            follows_weights=self.momentum is not None,
             logit_scale=self.temperature is None,
             groups=self.groups,
             clusters=clusters,
@@ -169,13 +175,13 @@ class Options(ObjectiveOptions):
         )
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """The loss with a new label filter, alike on all ranks."""
+        """Returns the loss with a new label filter, the same on all ranks."""
         return (SimLAP if self.momentum is None else MomentumSimLAP)(self, inputs)
 
     def new_filter(
         self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
     ) -> LabelFilter | OpenGates:
-        """The module that makes gates [n, dim] of two classes [n], int64."""
+        """Returns the module that computes gates [n, dim] from two classes, int64 [n] each."""
         if self.gates == "open":
             return OpenGates(num_classes, dim, dtype=dtype)
         return LabelFilter(
@@ -188,8 +194,8 @@ class Options(ObjectiveOptions):
         )
 
     def means_of(self, classes: Classes) -> Tensor | None:
-        """The means of classes [K, E] by which some are closest; None where closeness is not
-        theirs. Raises FileNotFoundError or ValueError for a file that does not fit."""
+        """Returns the means of classes, [K, E], if ``n_closest`` compares them, else None. Raises
+        FileNotFoundError or ValueError for a file that does not fit."""
         if not self._reads_means:
             return None
         if self.class_means is None:
@@ -206,12 +212,10 @@ class Options(ObjectiveOptions):
 
 
 class SimLAP(Objective):
-    """The loss of two views, or of a view and the momentum copy's other one, in gated dimensions.
+    """SimLAP's loss between two views, or between a view and a momentum copy's other view.
 
-    With class means, ``pairs=n_closest`` is by their cosine; without them, by that of the label
-    embeddings. The norm is applied to features that are brought to length sqrt(D), so that its
-    epsilon does not count. Scores are computed in tiles of at most ``tile`` rows and columns; the
-    result does not depend on it. Raises ValueError for more closest classes than there are others,
+    Scores are computed in tiles of at most ``tile`` rows and columns; the result does not depend on
+    ``tile``. Building it raises ValueError if ``num_closest`` is not below the number of classes,
     and the errors of ``Options.means_of``.
     """
 
@@ -237,37 +241,38 @@ class SimLAP(Objective):
         self.temperature = Temperature(options.temperature, inputs.dtype)
 
     def begin(self, step: int, total: int, epoch: float) -> None:
-        """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
+        """Remembers the step, which the draw of pairs depends on, and moves the temperature."""
         self.step = step
         super().begin(step, total, epoch)
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
-        """Computes this rank's rows of the loss over the global batch.
+        """Computes the loss of this rank's rows over the global batch.
 
         Args:
             features: `image_features` and `image_features_1` [b, D] of this rank, the first and the
                 second view. `keys` and `keys_1` [b, D], a momentum copy's features of them: with
                 both, each view is compared with the copy's other one, without gradient through the
-                copy, as in MoCo v3. `keys` alone (MoCo v2's) are those of the second view, and
-                only the first view's rows count. Without them each view is compared with the other.
-                `logit_scale`: 0-dimensional, where the temperature is the model's.
-            batch: `labels` [b, 1], groups, which are compared within; `sample_id` [b], of which
-                equal ones are one sample, never each other's positives; `classes` [b, 1], 0 or
-                more.
+                copy, as in MoCo v3. If `moco` v2 stands before it in a list, there are `keys` of
+                the second view alone, and only the first view's rows count. Without keys each view
+                is compared with the other. `logit_scale`: a scalar, if the temperature is the
+                model's.
+            batch: `group_ids` [b, 1], the groups; `sample_id` [b]; copies of a repeated sample are
+                never each other's positives; `classes` [b, 1].
 
         Returns:
-            `loss`, whose mean over the ranks is the global loss. `rows_without_positives`, samples
-            of the global batch that are left out; `rows_without_negatives`, others of loss 0.
-            `open_gates`, share above a half; `temperature`; with a penalty, `gate_penalty`.
+            `loss`, whose mean over the ranks is the global loss. `rows_without_positives`: number
+            of samples of the global batch that are left out. `rows_without_negatives`: number of
+            other samples with loss 0. `open_gates`: share of gates above a half. `temperature`.
+            `gate_penalty`, if it has a weight.
         """
         assert batch.classes is not None
-        views = self._views(features, batch.classes)
+        views = self._views(features)
         scale = self.temperature.scale(views[0][0], features.get("logit_scale"))
-        pairs = self._pairs(batch.classes[:, 0], batch.labels[:, 0], batch.sample_id)
-        # Rows without a partner are left out.
+        pairs = self._pairs(batch.classes[:, 0], batch.group_ids[:, 0], batch.sample_id)
+        # Rows without a partner (-1) are left out, so their gates do not matter.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
         by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
-        _, positives, negatives = by_view[0]  # their numbers are those of every view
+        _, positives, negatives = by_view[0]  # every view has as many
         left_out = collectives.all_reduce_sum((positives == 0).sum())
         silent = collectives.all_reduce_sum(((positives > 0) & (negatives == 0)).sum())
         counted = (len(pairs.all_labels) - left_out).clamp_min(1) * len(views)
@@ -285,38 +290,23 @@ class SimLAP(Objective):
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
         return parts
 
-    def _views(self, features: Features, classes: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns pairs of rows [b, D] and their candidates [B, D]; ValueError for what is
-        missing."""
-        first, second = features["image_features"], features.get("image_features_1")
-        keys, keys_1 = features.get("keys"), features.get("keys_1")
-        if tuple(classes.shape) != (len(first), 1):
-            raise ValueError(f"classes {tuple(classes.shape)} must be [{len(first)}, 1]")
-        if second is None and (keys is None or keys_1 is not None):
-            raise ValueError("simlap compares two views of an image, and image_features_1 is none")
-
-        rows = [normed(to_fp32(view), self.norm) for view in (first, second) if view is not None]
-        if keys is None:
+    def _views(self, features: Features) -> list[tuple[Tensor, Tensor]]:
+        """Returns for each view its rows [b, D] and their candidates [B, D]."""
+        views = [features[name] for name in ("image_features", "image_features_1")]
+        rows = [apply_norm(to_fp32(view), self.norm) for view in views]
+        if "keys" not in features:
             every = [collectives.gather_with_grad(view) for view in rows]
             return [(rows[0], every[1]), (rows[1], every[0])]
-        # The first view's rows are compared with the copy's second view, and the other way round.
-        copies = [view for view in (keys_1, keys) if view is not None]
-        candidates = [collectives.gather(normed(to_fp32(view), self.norm)) for view in copies]
+        # First views are compared with the copy's second views, and the other way round.
+        copies = [features[name] for name in ("keys_1", "keys") if name in features]
+        candidates = [collectives.gather(apply_norm(to_fp32(view), self.norm)) for view in copies]
         return list(zip(rows, candidates, strict=False))
 
     def _pairs(self, classes: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
-        """The positives and negatives of this rank's rows, whose partners are drawn.
-
-        Raises ValueError, on all ranks, for a class that the label filter does not have.
-        """
+        """Draws the partners of this rank's rows; returns their positives and negatives."""
         device = ids.device
         all_classes, all_ids = collectives.gather(classes.cpu()), collectives.gather(ids)
-        num_classes, numbers = self.filter.num_classes, all_classes.numpy()
-        if numbers.min() < 0 or numbers.max() >= num_classes:
-            raise ValueError(
-                f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
-                f"has those of 0 to {num_classes - 1}: the labels are of other data"
-            )
+        numbers = all_classes.numpy()
         closest: Integers | None = None
         if self.pairs == "n_closest":
             present = torch.from_numpy(np.unique(numbers))
@@ -328,19 +318,20 @@ class SimLAP(Objective):
                 rows = to_device(present, vectors.device)
                 closest = closest_classes(vectors, rows, self.num_closest).cpu().numpy()
         key = mix(self.seed, self.step)
-        # A plan's ids have no values, and its partners may be any others.
+        # The ids of a plan have no values; any partners will do for it.
         ids_here = torch.arange(len(all_classes)) if all_ids.is_meta else all_ids.cpu()
         drawn = draw_partners(numbers, ids_here.numpy(), key, self.pairs, closest)
         first = collectives.rank() * len(classes)
         partners = to_device(torch.from_numpy(drawn[first : first + len(classes)]), device)
         classes, all_classes = to_device(classes, device), to_device(all_classes, device)
-        everywhere = collectives.gather(groups)
-        return ClassPairs(classes, partners, ids, groups, all_classes, all_ids, everywhere)
+        all_groups = collectives.gather(groups)
+        return ClassPairs(classes, partners, ids, groups, all_classes, all_ids, all_groups)
 
     def _losses(
         self, scale: Tensor, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``pair_losses``: of rows and gates [b, D] of this rank and candidates [B, D]."""
+        """Returns the losses of rows, and the numbers of their positives and negatives, [b] each
+        (``pair_losses``); ``rows`` and ``gates`` are [b, D], ``candidates`` [B, D]."""
         weights: Tensor | None = None
         if self.score == "exact":
             queries, weights = gated_queries(rows, gates)

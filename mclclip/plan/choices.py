@@ -1,8 +1,8 @@
-"""The settings of ``finetune``: a whole configuration, with the reason of every line.
+"""Chooses the settings of ``finetune``: a whole configuration, with a reason for every line.
 
-What is chosen follows from the number of pictures, the base, and the memory of the device. Memory
-is measured as ``config --plan`` measures it, so a choice that is too large is seen before anything
-runs. Rates and lengths are rules of thumb, which the reasons say; whatever is chosen can be given.
+Choices follow from the number of pictures, the base, and the memory of the device. Memory is
+measured as in ``config --plan``, so settings that need too much are replaced before anything runs.
+Learning rates and lengths are rules of thumb, as the reasons say; overrides replace any choice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mclclip.plan.machine import GIB, Machine
 from mclclip.util.options import all_shards
 
 PAIRS = "pairs"
-"""The benchmark of minimal pairs, and its folder in a run."""
+"""Name of the benchmark of minimal pairs (a caption and a false edit of it), and of its folder."""
 FEWEST = 100
-"""Pictures to train on, below which groups of them are no batches."""
+"""The fewest pictures to train on; groups of fewer would be smaller than batches."""
 _USABLE = 0.9  # share of a device's memory that the plan may fill
 _SMALLEST_BATCH, _LARGEST_BATCH, _MOST_CLUSTERS = 16, 1024, 25
 
 Choice = tuple[str, Any, str]
-"""Dotted option, its value, and the reason."""
+"""An option, its value and the reason, for example ("train.lr", 2e-5, "low, or ...")."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Situation:
     """The facts that the choices follow from.
 
     base          NAME@TAG, a folder, or NAME@random
-    samples       pictures to train on
-    data          folder with the shards ``train``, ``choose`` and ``report``
-    machine       ranks, and the memory of each GPU; ``memory_gib`` None: a CPU
+    samples       number of pictures to train on
+    data          folder with the folders of shards ``train``, ``choose`` and ``report``
+    machine       number of ranks, and the memory of each GPU; ``memory_gib`` None: a CPU
     cores         processor cores of each rank
-    half          the 16-bit format that the GPU computes in
-    pairs         folder of minimal pairs of the share ``report``; None: its captions give none
+    half          the 16-bit format that the GPU computes in, "bf16" or "fp16"
+    pairs         folder of minimal pairs made of the captions in ``report``; None: there are none
     """
 
     base: str
@@ -64,11 +64,11 @@ class Situation:
 
 
 def choose(at: Situation, overrides: Sequence[str] = ()) -> tuple[Config, str]:
-    """The whole choice, and the same as a commented YAML; ``overrides`` (``key.path=value``)
-    replace choices.
+    """Returns the chosen configuration, and the same as a YAML text with the reasons as comments.
 
-    Raises ValueError where there are too few pictures (to train on, or for a batch that is given),
-    where the base has no weights and none are asked for, and where nothing fits the memory.
+    ``overrides`` (``key.path=value``) replace choices. Raises ValueError for too few pictures (to
+    train on, or for the batch of an override), for a base that names no weights, not even
+    ``random``, and if nothing fits the memory.
     """
     if at.samples < FEWEST:
         raise ValueError(
@@ -77,13 +77,13 @@ def choose(at: Situation, overrides: Sequence[str] = ()) -> tuple[Config, str]:
         )
     choices = [*_choices(at)]
     for name in ("base", "train"):
-        choices += _fitting(at, name, choices, overrides)
-    given = configuration.from_tree(_tree(choices), overrides)  # raises for what is wrong
-    most = max(given.clusters, default=1)
-    for name, training in given.trainings.items():
+        choices += _fit_memory(at, name, choices, overrides)
+    config = configuration.from_tree(_build_tree(choices), overrides)  # raises for wrong overrides
+    most = max(config.clusters, default=1)
+    for name, training in config.trainings.items():
         draws = training.plan.samples_per_epoch
         check_samples(name, training.global_batch, training.plan.policy, most, at.samples, 0, draws)
-    return given, _commented(choices, given, overrides)
+    return config, _write_yaml(choices, config, overrides)
 
 
 # --- what follows from the data and the base --------------------------------------------------
@@ -128,8 +128,8 @@ def _choices(at: Situation) -> Iterator[Choice]:
         yield f"eval.suite.{share}.options.captions", share, "the folder of its shards"
         yield f"eval.suite.{share}.options.shard_captions", "json:captions", "all captions"
     if at.pairs is not None:
-        made = "minimal pairs of the share report: a caption beside an edit that is false"
-        yield f"eval.suite.{PAIRS}.kind", "compositional", made
+        reason = "minimal pairs of the share report: a caption beside an edit that is false"
+        yield f"eval.suite.{PAIRS}.kind", "compositional", reason
         yield f"eval.suite.{PAIRS}.path", str(at.pairs), "gallery.html there shows them"
         yield f"eval.suite.{PAIRS}.options.layout", "pairs", "what make-pairs has written"
 
@@ -141,13 +141,13 @@ def _trainings(
     epochs = 10 * (1000 / at.samples) ** 0.3  # 10 of 1,000 pictures, 5 of 10,000
     if is_new:
         yield "base.global_batch", 2 * batch, "stage 0 is not drawn from groups"
-        yield "base.epochs", _rounded(8 * epochs), "from random weights, eight times as long"
+        yield "base.epochs", _round(8 * epochs), "from random weights, eight times as long"
         yield "base.lr", 1e-3, "usual from random weights"
         yield "base.weight_decay", 0.1, "few pictures"
         yield "base.precision", precision, reason
         yield "base.checkpoint.every", 100, "what a kill can cost, in steps"
     yield "train.global_batch", batch, "a power of two, at most a sixteenth of the pictures"
-    yield "train.epochs", _rounded(epochs), "few pictures are seen more often than many"
+    yield "train.epochs", _round(epochs), "few pictures are seen more often than many"
     weights = tag if tag is not None and not is_new and Path(tag).is_file() else None
     if model_config(name, weights).get("init_logit_bias") is not None:
         yield "train.objective.kind", "sigmoid", "the base was trained by it"
@@ -164,7 +164,7 @@ def _trainings(
     yield "train.lock.logit_scale", False, "frozen with the text tower"
     lr = 5e-4 if is_new else 2e-5 * math.sqrt(batch / 256)
     yield (
-        "train.lr", _rounded(lr),
+        "train.lr", _round(lr),
         "half of stage 0's" if is_new else "low, or the base forgets; grows with the batch's root",
     )  # fmt: skip
     yield "train.weight_decay", 0.1, "few pictures"
@@ -173,8 +173,10 @@ def _trainings(
 
 
 def architecture(base: str) -> tuple[str, str | None]:
-    """The name or path of a base's architecture, and its tag (``split_name``). Raises ValueError
-    where it names no weights, or unknown ones."""
+    """Splits a base into the name or path of its architecture and its tag of weights, or None.
+
+    Raises ValueError if it has no weights, or an unknown tag.
+    """
     where, tag = split_name(base)
     name = str(where)
     if tag is None:
@@ -188,7 +190,8 @@ def architecture(base: str) -> tuple[str, str | None]:
 def check_base(base: str, *, fetch: bool) -> None:
     """Loads the weights of a base, to raise the errors of ``load_towers`` before hours of packing.
 
-    ``fetch`` False: weights that may have to be downloaded are known by their names alone."""
+    With ``fetch`` False only files on this disk are loaded, and nothing is downloaded.
+    """
     name, tag = architecture(base)
     here = Path(tag or name.removeprefix("hf:").removeprefix("local-dir:")).exists()
     if tag != RANDOM and (fetch or here):
@@ -196,38 +199,44 @@ def check_base(base: str, *, fetch: bool) -> None:
 
 
 def _batch(at: Situation) -> int:
-    """The largest power of two that is at most a sixteenth of the pictures and fits all ranks."""
+    """Returns the largest power of two that is at most a sixteenth of the pictures, rounded up to
+    what the ranks can divide."""
     most = _LARGEST_BATCH if at.machine.memory_gib is not None else 256
     batch = min(max(1 << int(math.log2(at.samples / 16)), _SMALLEST_BATCH), most)
     return math.ceil(batch / at.machine.ranks) * at.machine.ranks
 
 
 def _clusters(samples: int, batch: int) -> tuple[int, int]:
-    """Stages, and K of each: as many groups as leave each a quarter more pictures than a batch."""
+    """Returns the number of stages, and of the clusters of each: as many that a group still has a
+    quarter more pictures than a batch."""
     most = samples / (1.25 * batch)
     stages = 2 if most >= 4 else 1
     return stages, min(max(int(most ** (1 / stages)), 2), _MOST_CLUSTERS)
 
 
-def _rounded(number: float) -> float:
+def _round(number: float) -> float:
+    """Rounds to two significant digits."""
     return float(f"{number:.2g}")
 
 
 # --- what fits the memory ----------------------------------------------------------------------
 
 
-def _fitting(
+def _fit_memory(
     at: Situation, name: str, choices: Sequence[Choice], overrides: Sequence[str]
 ) -> list[Choice]:
-    """How the training ``name`` fits the memory: the quickest way, then those that need less."""
+    """Returns the choices by which a training fits the memory: those of the quickest way that does.
+
+    ``name`` is "base" or "train". Raises ValueError if no way fits.
+    """
     if at.machine.memory_gib is None or not any(key.startswith(f"{name}.") for key, *_ in choices):
         return []
     least = 0.0
     for extra in _ways(name, choices):
-        config = configuration.from_tree(_tree([*choices, *extra]), overrides)
+        config = configuration.from_tree(_build_tree([*choices, *extra]), overrides)
         try:
             measured = memory.measure(config, name, config.trainings[name], at.machine)
-        except ValueError:  # gradient caching with trained batch norms
+        except ValueError:  # trained batch norms exclude gradient caching
             continue
         need = measured["sum"] / GIB
         if need <= _USABLE * at.machine.memory_gib:
@@ -241,6 +250,7 @@ def _fitting(
 
 
 def _ways(name: str, choices: Sequence[Choice]) -> Iterator[list[Choice]]:
+    """Yields choices by which a training needs less memory, the quickest first."""
     batch = next(value for key, value, _ in choices if key == f"{name}.global_batch")
     recompute = (f"{name}.engine.grad_checkpointing", True, "activations are computed twice")
     few = f"{name}.engine.micro_batch", "gradient caching, the same gradient in parts"
@@ -257,8 +267,8 @@ def _ways(name: str, choices: Sequence[Choice]) -> Iterator[list[Choice]]:
 # --- YAML ----------------------------------------------------------------------------------------
 
 
-def _tree(choices: Sequence[Choice]) -> dict[str, Any]:
-    """The choices as nested mappings; the last one of an option counts."""
+def _build_tree(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Returns the choices as nested mappings; if an option occurs twice, the last one counts."""
     tree: dict[str, Any] = {}
     for key, value, _ in choices:
         *parents, last = key.split(".")
@@ -269,10 +279,10 @@ def _tree(choices: Sequence[Choice]) -> dict[str, Any]:
     return tree
 
 
-def _commented(choices: Sequence[Choice], config: Config, overrides: Sequence[str]) -> str:
-    """The choices as YAML, each with its reason; what was given has the given value."""
+def _write_yaml(choices: Sequence[Choice], config: Config, overrides: Sequence[str]) -> str:
+    """Returns the choices and overrides as YAML, each with its reason as a comment."""
     reasons = {key: reason for key, _, reason in choices}
-    tree, plain = _tree(choices), configuration.to_tree(config)
+    tree, plain = _build_tree(choices), configuration.to_tree(config)
     for key in (override.partition("=")[0] for override in overrides):
         *parents, last = key.split(".")
         node, value = tree, plain

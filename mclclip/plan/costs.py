@@ -1,7 +1,7 @@
-"""Hours and disk, as they follow from the steps and from what was measured.
+"""Estimates hours and disk from the counted steps and the measured operations and bytes.
 
-Time is operations by peak x share of a GPU, or samples by the samples per second that were
-measured. Evaluation, k-means, checkpoints and waiting for data are not part of it.
+Time is operations divided by peak x share of a GPU, or, if the user gave a measured rate, samples
+divided by that rate. Evaluation, k-means, checkpoints and waiting for data are not included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from mclclip.config import Config, TrainConfig
 from mclclip.plan.machine import GIB, SHARE, SHARES, Machine, Speed
-from mclclip.plan.memory import operations_of_named
+from mclclip.plan.memory import operations_of
 from mclclip.plan.steps import Range
 from mclclip.util.files import nearest_existing
 
@@ -31,31 +31,34 @@ def hours(
     machine: Machine,
     speed: Speed,
 ) -> dict[str, Any]:
-    """Returns ``passes`` in the order of a run, ``hours`` and ``rank_hours``, which are their sums,
-    ``range``, and ``speed``, what was given or assumed.
+    """Estimates the hours of a run; ``counted`` is from `steps.count`, ``measured`` from `memory`.
 
-    ``range``: hours in all, from those at the largest to those at the smallest of ``SHARES`` where
-    a pass has an estimate at a share that nobody gave.
+    passes             the trainings and embedding passes, in the order of a run
+    hours, rank_hours  their sums; rank_hours count every GPU
+    range              hours in all, [fewest, most]: if the user gave no share of the peak, those at
+                       the largest and the smallest of ``SHARES``
+    speed              rates and shares that were given or assumed
 
-    A pass: ``name``, stage, variant, operations of a ``sample``, ``precision``, the GPU's
-    ``samples_per_s``, whether that was ``given``, and ``samples``, ``hours`` and ``rank_hours`` as
-    [fewest, most]. What is unknown is None.
+    A pass has ``name``, ``stage``, ``variant``, operations of a ``sample``, ``precision``, the
+    GPU's ``samples_per_s``, True for ``given`` if the user gave that, and ``samples``, ``hours``
+    and ``rank_hours`` as [fewest, most]. What is unknown is None.
     """
-    settled = speed.settled(config.device == "cpu")
+    share_is_given = speed.share is not None
+    speed = speed.fill_defaults(config.device == "cpu")
     passes: list[dict[str, Any]] = []
     for of in counted["trainings"]:
         if of["stage"] > 0 and of["variant"] == "mcl":
-            passes += _embeddings(config, of["stage"] - 1, counted["samples"], measured, settled)
-        passes.append(_training(config, of, measured[of["option"]], settled))
+            passes += _embeddings(config, of["stage"] - 1, counted["samples"], measured, speed)
+        passes.append(_training(config, of, measured[of["option"]], speed))
     for of in passes:
         seen, rate = of["samples"], of["samples_per_s"]
-        known = seen is not None and rate is not None
-        of["rank_hours"] = [number / rate / 3600 for number in seen] if known else None
-        of["hours"] = [hours / machine.ranks for hours in of["rank_hours"]] if known else None
+        is_known = seen is not None and rate is not None
+        of["rank_hours"] = [number / rate / 3600 for number in seen] if is_known else None
+        of["hours"] = [hours / machine.ranks for hours in of["rank_hours"]] if is_known else None
     total = in_range = None
     if all(of["hours"] for of in passes):
         total = [sum(of["hours"][end] for of in passes) for end in (0, 1)]
-        ends = [SHARE / share if speed.share is None else 1 for share in reversed(SHARES)]
+        ends = [1 if share_is_given else SHARE / share for share in reversed(SHARES)]
         in_range = [
             sum(of["hours"][end] * (1 if of["given"] else ends[end]) for of in passes)
             for end in (0, 1)
@@ -65,34 +68,38 @@ def hours(
         "hours": total,
         "rank_hours": total and [hours * machine.ranks for hours in total],
         "range": in_range,
-        "speed": {name: value for name, value in vars(settled).items() if value is not None},
+        "speed": {name: value for name, value in vars(speed).items() if value is not None},
     }
 
 
 def _training(
     config: Config, of: dict[str, Any], measured: dict[str, Any], speed: Speed
 ) -> dict[str, Any]:
-    """A training; the rate that was given is that of stages after stage 0 where there are any."""
+    """Returns the pass of a training ``of``. A measured rate that the user gave counts for stages
+    after stage 0, or for stage 0 if it is the only training."""
     name, operations, batch = of["option"], measured["operations"], measured["local_batch"]
     precision = config.trainings[name].precision
-    given = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
-    rate = given
-    if given is None and speed.peak_tflops is not None:
+    rate = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
+    is_given = rate is not None
+    if rate is None and speed.peak_tflops is not None:
         step_s = speed.seconds(batch * operations["sample"], precision)
         rate = batch / (step_s + speed.seconds(operations["loss"], "fp32"))  # of class centers
     what = of["name"], of["stage"], of["variant"], of["samples_seen"], operations["sample"]
-    return dict(zip(_PASS, (*what, precision, rate, given is not None), strict=True))
+    return dict(zip(_PASS, (*what, precision, rate, is_given), strict=True))
 
 
 def _embeddings(
     config: Config, stage: int, samples: dict[str, Any], measured: dict[str, Any], speed: Speed
 ) -> Iterator[dict[str, Any]]:
-    """The pass over all images with the encoder of a stage; at stage 0 that over captions too, and
-    that of the trunk alone where its output is kept."""
+    """Yields the embedding passes of a stage: over images; at stage 0 also over captions.
+
+    If outputs of the trunk (the image tower's frozen blocks) are stored, the trunk's pass is
+    separate, and the passes over images start from them.
+    """
     option = "train" if stage or "base" not in measured else "base"
     encoder: dict[str, Any] = measured[option]["operations"]
     if stage == 0 and config.model_of(option) is not config.model:  # stage 0 is another model
-        encoder = operations_of_named(config.model)
+        encoder = operations_of(config.model)
     image, texts, precision = encoder["image"], samples["captions"], config.embed.precision
     work = {"images": image}
     if config.image_rows.enabled:
@@ -103,17 +110,17 @@ def _embeddings(
         texts = texts and texts * _num_texts(config)
     for name, each in work.items():
         number = texts if name == "captions" else samples["number"]
-        given, rate = name != "captions" and speed.images_per_s is not None, None
-        if given and speed.images_per_s is not None:  # the rate is that of the whole encoder
+        is_given, rate = name != "captions" and speed.images_per_s is not None, None
+        if is_given and speed.images_per_s is not None:  # the rate is that of the whole encoder
             rate = speed.images_per_s * image / max(each, 1)
         elif speed.peak_tflops is not None:
             rate = 1 / speed.seconds(max(each, 1), precision)
         what = f"stage {stage}, embed {name}", stage, "mcl", number and (number, number), each
-        yield dict(zip(_PASS, (*what, precision, rate, given), strict=True))
+        yield dict(zip(_PASS, (*what, precision, rate, is_given), strict=True))
 
 
 def _num_texts(config: Config) -> int:
-    """The most texts that are embedded of each caption: itself and its stored edits."""
+    """Returns the most texts that are embedded for each caption: itself and its stored edits."""
     return sum(1 if edits is None else edits.per_caption for edits in config.stored_texts)
 
 
@@ -121,63 +128,66 @@ def _num_texts(config: Config) -> int:
 
 
 def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by kind (None: unknown without a number of samples), their sum, and what is free.
+    """Returns bytes on disk by kind, their ``sum``, what is ``present`` and what is ``free``.
 
-    ``trainings`` has their checkpoints. Indices, pseudo labels and logs are not counted: they are
-    small beside these.
+    A kind is None if the number of samples is unknown. ``trainings`` lists the checkpoints of each
+    training. Indices, pseudo labels and logs are small and not counted.
     """
     samples, trainings, spare = counted["samples"], [], 0
     for of in counted["trainings"]:
         each, options = measured[of["option"]]["checkpoint"], config.trainings[of["option"]]
-        number = number_kept(options, of["steps"])
+        number = count_checkpoints(options, of["steps"])
         sizes = {"each": each, "number": number, "kept": number * each}
         trainings.append({"name": f"checkpoints, {of['name']}", **sizes})
-        # While it runs, ``keep`` stay, and a new one is whole before the oldest goes.
+        # A running training keeps ``keep`` checkpoints, and deletes the oldest after a new one.
         spare = max(spare, each * options.checkpoint.keep)
     *_, last = measured.values()
-    # One model per stage; joined ones hold what all stages share once.
+    # One model per stage, and joined ones, which store once what all stages share.
     joined = last["export"] if config.export.soup else 0
     joined += (last["export"] + config.num_stages * last["trained"]) * len(config.export.concat)
     variants = 1 + len(config.controls) if config.has_stages else 0  # one encoder joins nothing
-    found: dict[str, int | None] = {
+    sizes_of: dict[str, int | None] = {
         "checkpoints": sum(training["kept"] for training in trainings) + spare,
         "exports": last["export"] * (1 + config.num_stages * variants) + joined * variants,
         **_of_samples(config, samples, last),
     }
     row = last["operations"].get("row_values", 0) * np.dtype(config.image_rows.dtype).itemsize
     if config.image_rows.enabled:
-        found["image rows"] = samples["number"] and samples["number"] * row
-    total = sum(size or 0 for size in found.values())
+        sizes_of["image rows"] = samples["number"] and samples["number"] * row
+    total = sum(size or 0 for size in sizes_of.values())
     if config.relocate.enabled:
         copies = samples["size_bytes"] and samples["size_bytes"] * config.num_stages
         elsewhere = config.relocate.folder is not None
-        found["copies, in their own folder" if elsewhere else "copies"] = copies
+        sizes_of["copies, in their own folder" if elsewhere else "copies"] = copies
         total += 0 if elsewhere else copies or 0
     run_dir = Path(config.run_dir)
     return {
         "trainings": trainings,
-        **found,
+        **sizes_of,
         "sum": total,
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
         "free": shutil.disk_usage(nearest_existing(run_dir)).free,
     }
 
 
-def number_kept(options: TrainConfig, steps: Range | None) -> int:
-    """Number of a finished training's checkpoints: the last one, the best one where it is exported,
-    and those kept for good."""
+def count_checkpoints(options: TrainConfig, steps: Range | None) -> int:
+    """Returns the number of checkpoints that a finished training leaves: the last one, the best one
+    if it is exported, and those of every ``checkpoint.keep_every`` steps."""
     saved, number = options.checkpoint, 1 + options.evaluate.best
     if steps is None or saved.keep_every is None:
         return number
-    written = range(saved.every, steps[1], saved.every)
-    return number + sum(step % saved.keep_every == 0 for step in written)
+    steps_saved = range(saved.every, steps[1], saved.every)
+    return number + sum(step % saved.keep_every == 0 for step in steps_saved)
 
 
 def _of_samples(
     config: Config, samples: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, int | None]:
-    """Embeddings: images once per clustered stage, captions once where the text tower is locked.
-    Clusters, of each stage: labels int32 and similarities float16 [N, L], centroids [K, D]."""
+    """Returns the bytes of embeddings and of clusters; None without a number of samples.
+
+    Embeddings: of images once per clustered stage, of captions once if they are stored. Clusters,
+    for each stage: labels int32 and similarities float16 [N, L], centroids float32 [K, D].
+    """
     number, stages = samples["number"], config.num_stages
     if number is None:
         return {"embeddings": None, "clusters": None}
@@ -192,7 +202,7 @@ def _of_samples(
 
 
 def missing_disk(planned: dict[str, Any], config: Config, machine: Machine) -> str | None:
-    """Says how much room the disk of the run directory lacks; None where it has enough."""
+    """Describes how much room the disk of the run directory lacks; None if it has enough."""
     missing = planned["sum"] - planned["present"]
     if missing <= planned["free"]:
         return None

@@ -1,25 +1,25 @@
-"""The machine that a plan is made for, and how fast it is taken to be."""
+"""Describes the machine that a plan is for, and how fast it is assumed to be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 GIB = 2**30
-# An A100 in bf16 by its data sheet, and the share of it that the best of OpenCLIP's published rates
-# of a ViT-L-14 reaches (178 samples per second and GPU, 526 GFLOP each). Most reach half of it.
+# An A100 in bf16 by its data sheet, and the share of it that OpenCLIP's best published training of
+# a ViT-L-14 reaches (178 samples per second and GPU, 526 GFLOP each). Most reach half of it.
 PEAK_TFLOPS, SHARE = 312.0, 0.3
 # The smallest and the largest share that was measured or published (docs/pages/evidence/cost.md).
 SHARES = 0.06, 0.42
-_MOST = 100_000  # nodes, and GPUs of one
-# Peak of other formats, as a share of that of bf16: an A100's, without TF32.
+_MOST = 100_000  # nodes, and GPUs of a node
+# Peak of each number format, as a share of that of bf16: those of an A100, without TF32.
 PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``nodes`` of ``gpus_per_node`` GPUs of ``memory_gib`` each (None: not to be checked).
+    """``nodes`` with ``gpus_per_node`` GPUs, each with ``memory_gib`` (None: not to be checked).
 
-    ``elsewhere``: not the machine that makes the plan, whose disk then says nothing.
+    ``elsewhere``: the plan is for another machine than this one, whose disk then does not matter.
     """
 
     nodes: int = 1
@@ -31,32 +31,34 @@ class Machine:
     def described(
         cls, nodes: int | None, gpus_per_node: int | None, memory_gib: float | None
     ) -> Machine:
-        """Builds it of options that may be None; with either number the plan is for elsewhere."""
+        """Returns the machine that a user's options describe; None stands for one node, one GPU.
+
+        If the number of nodes or of GPUs is given, the plan is for a machine elsewhere.
+        """
         elsewhere = nodes is not None or gpus_per_node is not None
         nodes, gpus_per_node = (1 if n is None else n for n in (nodes, gpus_per_node))
         return cls(nodes, gpus_per_node, memory_gib, elsewhere)
 
     def __post_init__(self) -> None:
-        for name, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
-            if not 1 <= value <= _MOST:
-                raise ValueError(f"--{name} is {value}: wanted 1 to {_MOST:,}")
-        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
-            raise ValueError(f"--gpu-memory-gib is {self.memory_gib}: wanted more than 0")
+        _check_range("nodes", self.nodes, _MOST)
+        _check_range("gpus-per-node", self.gpus_per_node, _MOST)
+        _check_range("gpu-memory-gib", self.memory_gib)
 
     @property
     def ranks(self) -> int:
-        """One process per GPU."""
+        """Number of processes, one for each GPU."""
         return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one GPU is taken to be, where nobody has measured it.
+    """How fast one GPU is assumed to be.
 
-    ``peak_tflops``: its largest rate of products in bf16, dense, by its data sheet (None:
-    ``PEAK_TFLOPS``, and unknown on a CPU). ``share``: what of it a pass reaches (None: ``SHARE``).
-    Measured rates of one GPU decide instead where they are given: ``samples_per_s`` of a training,
-    ``images_per_s`` of an embedding pass.
+    peak_tflops    rate of dense bf16 products by its data sheet (None: ``PEAK_TFLOPS``, and unknown
+                   on a CPU)
+    share          the share of it that a training or an embedding pass reaches (None: ``SHARE``)
+    samples_per_s  measured rate of a training on one GPU, in place of an estimate
+    images_per_s   measured rate of an embedding pass on one GPU, in place of an estimate
     """
 
     peak_tflops: float | None = None
@@ -66,17 +68,24 @@ class Speed:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"--{name.replace('_', '-')} is {value}: wanted more than 0")
-        if self.share is not None and self.share > 1:
-            raise ValueError(f"--share is {self.share}: wanted a share of the peak, at most 1")
+            _check_range(name.replace("_", "-"), value, 1 if name == "share" else float("inf"))
 
-    def settled(self, on_cpu: bool) -> Speed:
-        """With defaults in the place of None; of a CPU no peak is assumed."""
+    def fill_defaults(self, on_cpu: bool) -> Speed:
+        """Replaces None by defaults; the peak of a CPU stays unknown."""
         peak = PEAK_TFLOPS if self.peak_tflops is None and not on_cpu else self.peak_tflops
         return replace(self, peak_tflops=peak, share=SHARE if self.share is None else self.share)
 
     def seconds(self, operations: float, precision: str) -> float:
-        """Time for operations in this number format at peak x share; settled, with a peak."""
+        """Returns the seconds for ``operations`` in a number format such as "bf16".
+
+        Call `fill_defaults` first; the peak must be known.
+        """
         assert self.peak_tflops is not None and self.share is not None
         return operations / (1e12 * self.peak_tflops * self.share * PEAK_OF[precision])
+
+
+def _check_range(option: str, value: float | None, most: float = float("inf")) -> None:
+    """Raises ValueError for a number that is not above 0, finite and at most ``most``."""
+    if value is not None and not (0 < value <= most and value < float("inf")):
+        limit = f" and at most {most:,}" if most < float("inf") else ""
+        raise ValueError(f"--{option} is {value}: wanted more than 0{limit}")

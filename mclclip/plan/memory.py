@@ -1,8 +1,8 @@
 """Measures the memory and the operations of one rank in a training; refuses what does not fit.
 
 The real step runs on tensors without values: the model forward and backward on one micro-batch, and
-the loss on the features of the global batch, with this rank's share of class centers. What an
-engine divides among the ranks is a sum (``engines.per_rank``).
+the loss on the features of the global batch, with one rank's share of the class centers.
+``engines.per_rank`` computes what remains on a rank of parameters, gradients and moments.
 """
 
 from __future__ import annotations
@@ -31,46 +31,57 @@ from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import ModelWithObjective
 
-# Of a process on a GPU: CUDA's context and libraries; NCCL's buffers. Rough, and part of the sum.
+# Rough sizes of CUDA's context and libraries, and of NCCL's buffers, in a process on a GPU.
 _CONTEXT, _NCCL = GIB, GIB // 2
-_ROWS = 2  # samples of an encoder whose operations are counted
-_ASSUMED_CLASSES = 1000  # values of an attribute, which the index counts: ImageNet's
+_ROWS = 2  # rows of the batch on which an encoder's operations are counted
+_ASSUMED_CLASSES = 1000  # ImageNet's; only the index knows how many values an attribute has
 _META = torch.device("meta")
+_measured: dict[str, dict[str, Any]] = {}
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
-    """Bytes of one rank by part (``parts``, ``sum``), what they follow from, and ``operations``.
+    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``.
 
-    Parts: those of ``engines.per_rank``; the ``objective`` with its optimizer's state; activations
-    of a micro-batch; the ``loss`` with the features of the global batch; the ``batch``; and what
-    ``cuda`` and NCCL take for themselves.
+    ``name`` is "base" or "train". Parts are those of ``engines.per_rank``; the ``objective`` with
+    its optimizer's state; ``activations`` of a micro-batch; the ``loss`` with the features of the
+    global batch; the ``batch``; and ``cuda``, which CUDA and NCCL take for themselves.
 
-    Operations: those of a ``sample`` in a step, all of its views; of a rank's ``loss`` in a step,
-    where it has class centers; of an ``image`` and a ``text`` that are embedded (None without a
-    text tower); and of an image in the ``trunk``, where its output is cached. Raises ValueError
-    where the training would refuse its options.
+    Operations are those of a ``sample`` in a step with all its views; of a rank's ``loss`` in a
+    step, if it has class centers; of an embedded ``image`` and ``text`` (None without a text
+    tower); and of an image in the ``trunk``, if its output is stored. Raises ValueError if the
+    training would refuse its options.
+
+    Takes a second for a large model; a second call with equal options returns the same result.
     """
+    stages = config.num_stages, config.cluster, config.image_rows, config.train.lock
+    read = config.model_of(name), config.device, config.seed, stages, name, options, machine.ranks
+    if (key := repr(read)) not in _measured:
+        _measured[key] = _measure(config, name, options, machine)
+    return copy.deepcopy(_measured[key])
+
+
+def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
-    model, operations = _prepared(config, name, options)
-    setting = _setting(model, config, options, machine)
-    # The objective twice: on shapes with this rank's share of the class centers, for the loss of
-    # the global batch, and whole on fakes, for the step and the checkpoint.
+    model, operations = _prepare_model(config, name, options)
+    inputs = _objective_inputs(model, config, options, machine)
+    # The objective is built twice: on shapes with one rank's share of the class centers, for the
+    # loss of the global batch; and as a whole on fakes, for the step and the checkpoint.
     with torch.device(_META), StepMeter(device="meta") as share:
-        loss = options.objective.build(setting).to(_META)
+        loss = options.objective.build(inputs).to(_META)
     with faked(model, gpu_autocast=gpu and half):
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        objective = options.objective.build(replace(setting, model=model, context=SINGLE))
+        objective = options.objective.build(replace(inputs, model=model, context=SINGLE))
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
         saved = moments + size_bytes([*objective.parameters(), *objective.buffers(), *outside])
-    lasting = share.live + 3 * moments // 2  # and a gradient
-    _measure_loss(share, loss, features, batch, options.global_batch, setting)
+    lasting = share.live + 3 * moments // 2  # two moments and a gradient
+    _measure_loss(share, loss, features, batch, options.global_batch, inputs)
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
@@ -87,7 +98,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         "trained_weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "embed_dim": model.embed_dim,
-        "width": model.layout.pooled_dim,  # of a feature before the projection
+        "width": model.layout.pooled_dim,  # that of features before the projection
         "parts": parts,
         "sum": sum(parts.values()),
         "checkpoint": sizes.parameters + sizes.moments + sizes.average + saved,
@@ -97,25 +108,27 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     }
 
 
-def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, dict[str, Any]]:
-    """The model as it is trained, without values, and the operations of its encoders."""
+def _prepare_model(config: Config, name: str, options: TrainConfig) -> tuple[Model, dict[str, Any]]:
+    """Builds the model of a training without values, prepared as for the training.
+
+    Returns it with the operations of its encoders, which are counted before locks and adapters.
+    """
     model = _load(config.model_of(name))
     if options.precision == "float64":
         model.double()
     with faked(copy.deepcopy(model)) as fake:
         operations = _operations(fake)
     prepare_model(model, **options.model_arguments(), seed=config.seed)
-    model.to(_META)  # adapters are made in main memory
+    model.to(_META)  # `prepare_model` draws adapters in main memory
     if options.engine.micro_batch is not None:
         gradient_cache.check(model)
     return model, operations
 
 
-def _setting(
+def _objective_inputs(
     model: Model, config: Config, options: TrainConfig, machine: Machine
 ) -> ObjectiveInputs:
-    """Returns what the objective of one of the machine's ranks is built of; of classes only the
-    number."""
+    """Returns the inputs of one rank's objective; its classes have a number and nothing else."""
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
@@ -130,12 +143,15 @@ def _setting(
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
-    """Raises ValueError where a rank needs more than its GPU has."""
+    """Raises ValueError if a rank needs more memory than its GPU has.
+
+    ``measured`` is what `measure` returned for the training ``name``.
+    """
     if machine.memory_gib is None or measured["sum"] <= machine.memory_gib * GIB:
         return
     parts, micro = measured["parts"], measured["micro_batch"]
     most = max(parts, key=parts.__getitem__)
-    # The largest power of two whose activations, which grow with it, fill at most the room.
+    # Activations grow with the micro-batch: the largest power of two of which they fit the room.
     room = machine.memory_gib * GIB - (measured["sum"] - parts["activations"])
     fits = max(min(room * micro / max(parts["activations"], 1), micro / 2), 1)
     raise ValueError(
@@ -152,7 +168,10 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 
 
 def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
-    """A rank's batch, without values."""
+    """Builds a rank's batch of ``local`` samples without values.
+
+    ``cached_text``: it has stored text features in the place of tokens.
+    """
     dtype, dim, context = next(model.parameters()).dtype, model.embed_dim, _context_length(model)
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
@@ -162,7 +181,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    extras = {f"base_{name[:-1]}_features": values(dim) for name in reads.base - {"model"}}
+    extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
     if reads.digests:
         extras |= {name: ids() for name in DIGESTS}
     if reads.edits and cached_text:
@@ -171,8 +190,8 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         extras["edited_text"] = ids(reads.edits.per_caption, context)
         extras["has_edit"] = ids(reads.edits.per_caption).bool()
     return Batch(
-        views=[values(*model.image_shape) for _ in range(reads.views)],
-        labels=ids(1),
+        views=[values(*model.image_shape) for _ in range(reads.num_views)],
+        group_ids=ids(1),
         classes=ids(columns) if columns else None,
         sample_id=ids(),
         step=0,
@@ -184,6 +203,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
 
 
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
+    """Gives every trained parameter a gradient without values, and returns the gradients."""
     trained = [p for p in module.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
@@ -191,8 +211,11 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
 
 
 def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
-    """Puts what the frozen part of the image tower makes of the views into their place; returns the
-    operations that an image took, and the values that are stored of it, beside embeddings."""
+    """Replaces the batch's images by outputs of the frozen blocks, or of the ``whole`` image tower.
+
+    Returns the operations for an image (``trunk``) and the numbers that are stored for it in
+    addition to its embedding (``row_values``).
+    """
     blocks = model.num_frozen_blocks
     with torch.no_grad(), StepMeter() as frozen:
         batch.views = [
@@ -207,17 +230,20 @@ def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
 def _measure_step(
     trainee: ModelWithObjective, batch: Batch, local: int, micro: int
 ) -> tuple[dict[str, Tensor], int, int]:
-    """The features of a micro-batch, the bytes of its activations, and operations of a sample."""
-    gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
-    existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
-    with StepMeter(existing) as step:
-        features: dict[str, Tensor] = trainee(batch.rows(0, micro), dict)
+    """Runs a micro-batch forward and backward.
+
+    Returns its features, the bytes of its activations, and the operations of a sample.
+    """
+    gradients = _allocate_gradients(trainee)  # they exist before a micro-batch runs
+    held = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
+    with StepMeter(held) as step:
+        features: dict[str, Tensor] = trainee(batch.slice(0, micro), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(torch.stack(sums).sum())
     operations = step.operations
-    if micro < local:  # gradient caching runs the forward pass once more before
+    if micro < local:  # gradient caching runs another forward pass before
         with torch.no_grad(), StepMeter() as first:
-            trainee(batch.rows(0, micro), dict)
+            trainee(batch.slice(0, micro), lambda features: features)
         operations += first.operations
     return features, step.peak, operations // micro
 
@@ -228,12 +254,12 @@ def _measure_loss(
     features: dict[str, Tensor],
     batch: Batch,
     rows: int,
-    setting: ObjectiveInputs,
+    inputs: ObjectiveInputs,
 ) -> None:
     """Measures the loss of the global batch, forward and backward, on the "meta" device.
 
-    One process stands for a rank: it holds the features of all ``rows``, as after a gather, and of
-    the classes those that lie on this rank; classes are in main memory, as in a training.
+    This process stands for one rank: it holds the features of all ``rows``, as after a gather, and
+    one rank's share of the class centers. Class numbers have values, in main memory.
     """
 
     def of_all_ranks(tensor: Tensor) -> Tensor:
@@ -243,42 +269,45 @@ def _measure_loss(
 
     with meter:
         classes = batch.classes
-        if classes is not None and setting.classes is not None:
-            num_classes = setting.classes.num_classes
+        if classes is not None and inputs.classes is not None:
+            num_classes = inputs.classes.num_classes
             random = torch.Generator().manual_seed(0)
             classes = torch.randint(num_classes, (rows, classes.shape[1]), generator=random)
         every = replace(
             batch,
             views=[],
-            labels=of_all_ranks(batch.labels),
+            group_ids=of_all_ranks(batch.group_ids),
             classes=classes,
             sample_id=of_all_ranks(batch.sample_id),
             extras={n: of_all_ranks(value) for n, value in batch.extras.items()},
         )
-        given = {n: of_all_ranks(value) for n, value in features.items()}
+        gathered = {n: of_all_ranks(value) for n, value in features.items()}
         objective.begin(0, 1, 0.0)
         for part in objective.outside():
             part.begin(0)
-        objective(given, every)["loss"].backward()
+        objective(gathered, every)["loss"].backward()
 
 
 # --- encoders and sizes --------------------------------------------------------------------------
 
 
-def operations_of_named(named: ModelConfig) -> dict[str, Any]:
-    """Operations of an ``image`` and a ``text`` (``measure``) of a model that is not loaded."""
-    with faked(_load(named)) as model:
+def operations_of(options: ModelConfig) -> dict[str, Any]:
+    """Counts the operations of embedding an ``image`` and a ``text`` with a model."""
+    with faked(_load(options)) as model:
         return _operations(model)
 
 
-def _load(named: ModelConfig) -> Model:
+def _load(options: ModelConfig) -> Model:
     return load_shapes(
-        named.name, text=named.text, projector=named.projector, long_context=named.long_context
+        options.name,
+        text=options.text,
+        projector=options.projector,
+        long_context=options.long_context,
     )
 
 
 def _operations(model: Model) -> dict[str, Any]:
-    """Forward alone, of a fake (``faked``) whose weights nobody has begun to train."""
+    """Counts the operations of a model's forward passes; ``model`` is a fake (``faked``)."""
     images = torch.empty(_ROWS, *model.image_shape, dtype=next(model.parameters()).dtype)
     with torch.no_grad(), StepMeter() as of_images:
         model.encode_image(images)
@@ -294,6 +323,7 @@ def _context_length(model: Model) -> int:
 
 
 def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
+    """Returns the bytes of a training's weights, moments and averages, before ranks share them."""
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = [size_bytes(block.parameters()) for block in model.blocks()]
     whole = size_bytes(model.parameters())
@@ -309,12 +339,12 @@ def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
 
 
 def _moments(model: Model, options: TrainConfig) -> int:
-    """Bytes of the optimizer's state, which its first step makes."""
+    """Returns the bytes of the optimizer's state, which its first step allocates."""
     optimizer = build_optimizer(model, **options.optimizer_arguments())
     gradients = _allocate_gradients(model)
     try:
         optimizer.step()
-    except NeedsValues:  # a package's optimizer: two values per weight
+    except NeedsValues:  # some of timm's optimizers: two values per weight are assumed
         return 2 * size_bytes(gradients)
     state = [value for values in optimizer.state.values() for value in values.values()]
     return size_bytes(value for value in state if isinstance(value, Tensor))

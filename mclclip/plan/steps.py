@@ -1,4 +1,7 @@
-"""How many steps every training takes, and over what: counted from disk as far as that is there."""
+"""Counts the steps of every training, and the groups and samples that they run over.
+
+What is on disk (the index, pseudo labels) is counted; the rest is estimated.
+"""
 
 from __future__ import annotations
 
@@ -23,48 +26,49 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
 
 Range = tuple[int, int]
-# Where there are no labels, plans are shown for both: the coverage depends on the sizes of the
-# groups, and MCL's Fig. 7 says that they are long-tailed without giving numbers.
+# Without pseudo labels a plan shows the coverage for both distributions of group sizes, on which it
+# depends. MCL's Fig. 7 shows that sizes are long-tailed, and has no numbers.
 ASSUMED = ("equal", "long-tailed")
 NOTE = (
     "note: no labels yet. equal: all possible labels have the same size. long-tailed: the k-th",
     "largest cluster of a stage has 1/k of the largest one's samples, and stages are independent",
 )
-_MOST_LABELS = 1_000_000
+_MOST_LABELS = 1_000_000  # for which a coverage is estimated
 
 
 def count(config: Config, samples: int | None) -> dict[str, Any]:
-    """``samples`` and ``trainings``, in order.
+    """Returns ``samples`` and ``trainings``; ``samples`` is their number if there is no index.
 
-    Samples: number, usable (not known as undecodable), captions, without_caption (of the usable),
-    the bytes of their shards, and whether they were counted.
+    Samples have a number, how many are usable (not known as undecodable), captions, how many usable
+    ones are without_caption, size_bytes of their shards, and exact (True: counted in an index).
 
-    A training: name, stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or
-    None, whether they are exact, and coverage, what an epoch makes of the groups (``Coverage``, and
-    ``sizes``, where those of the groups are from; none for trainings without groups). A control
-    takes as many steps as the training it controls. Raises ValueError for groups or batches that
-    the samples cannot fill.
+    A training has name, stage, variant, option ("base" or "train"), groups, steps_per_epoch, steps
+    and samples_seen as [fewest, most] or None, exact (True: these were counted), and coverage: how
+    an epoch covers the groups (the fields of ``Coverage``), and ``sizes``, where the groups' sizes
+    are from ("found" on disk, or one of ``ASSUMED``); empty for trainings without groups. A control
+    takes as many steps as the training that it controls. Raises ValueError for groups or batches
+    that the samples cannot fill.
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}: wanted at least 1")
     layout = RunPaths.of(config)
     index = SampleIndex.open(layout.index) if artifacts.is_finished(layout.index) else None
-    found = _samples(index, samples)
-    trainings = [] if config.base is None else [_training(config, index, found, 0, "mcl")]
+    numbers = _count_samples(index, samples)
+    trainings = [] if config.base is None else [_training(config, index, numbers, 0, "mcl")]
     stages = range(1, config.num_stages + 1)
-    controlled = [_training(config, index, found, stage, "mcl") for stage in stages]
+    controlled = [_training(config, index, numbers, stage, "mcl") for stage in stages]
     trainings += controlled
     for variant in config.controls:
         for training in controlled:
-            control = _training(config, index, found, training["stage"], variant)
+            control = _training(config, index, numbers, training["stage"], variant)
             control |= {name: training[name] for name in ("steps", "samples_seen")}
             trainings.append(control | {"exact": control["exact"] and training["exact"]})
-    return {"samples": found, "trainings": trainings}
+    return {"samples": numbers, "trainings": trainings}
 
 
-def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
+def _count_samples(index: SampleIndex | None, samples: int | None) -> dict[str, Any]:
     if index is None:
-        numbers: dict[str, Any] = {"number": given, "usable": given, "captions": given}
+        numbers: dict[str, Any] = {"number": samples, "usable": samples, "captions": samples}
         return numbers | {"without_caption": 0, "size_bytes": None, "exact": False}
     bad = index.bad_ids()
     return {
@@ -80,7 +84,7 @@ def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
 def _training(
     config: Config, index: SampleIndex | None, samples: dict[str, Any], stage: int, variant: str
 ) -> dict[str, Any]:
-    """One training; its groups are counted where its labels are there, and assumed where not."""
+    """Describes a training. Its groups are counted if their labels are on disk, else estimated."""
     name = "train" if stage else "base"
     options, reads = config.trainings[name], config.trainings[name].objective.reads
     batch, policy = options.global_batch, options.plan.policy
@@ -114,8 +118,8 @@ def _training(
         coverage = [{"sizes": "found"} | vars(report)] if radices else []
     elif drawn is not None:
         epoch = steps_per_epoch(drawn, batch, policy, most)
-        coverage = assumed_epochs(drawn, radices, batch, policy) if radices else []
-    total = None  # steps of the training, as ``train`` counts them
+        coverage = estimate_coverage(drawn, radices, batch, policy) if radices else []
+    total = None  # steps of the whole training
     if epoch is not None or options.steps is not None:
         total = tuple(total_steps(options.steps, options.epochs, n) for n in epoch or (0, 0))
     return {
@@ -133,8 +137,8 @@ def _training(
 
 
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
-    """The number of clusters of each stage whose labels make up the training's pseudo labels; ()
-    without groups."""
+    """Returns the number of clusters of each stage whose labels form the pseudo labels of a
+    training; () if it has no groups."""
     if variant == "ungrouped" or not config.train.objective.reads.groups:
         return ()
     radices = tuple(config.clusters[:stage])
@@ -149,10 +153,11 @@ def _grouped_on_disk(
     left_out: np.ndarray,
     weights: SampleWeights | None,
 ) -> GroupSizes | None:
-    """The groups of a training whose labels are there.
+    """Returns the sizes of a training's groups if its pseudo labels are on disk, else None.
 
-    None for a control's random labels where it depends on the draw which of them lose a bad sample
-    or get a heavy one."""
+    None also for a control with random labels, if samples are bad or weighted: the draw then
+    decides which groups these fall into.
+    """
     labels, radices = np.broadcast_to(np.int64(0), len(index)), tuple[int, ...]()
     if stage > 0 and _radices(config, stage, variant):
         directory = RunPaths.of(config, variant).pseudo_labels(stage)
@@ -167,13 +172,15 @@ def _grouped_on_disk(
 # --- what an epoch makes of its groups ----------------------------------------------------------
 
 
-def assumed_epochs(
+def estimate_coverage(
     num_samples: int, radices: tuple[int, ...], global_batch: int, policy: Policy
 ) -> list[dict[str, Any]]:
-    """The coverage of an epoch before there are clusters, for each of ``ASSUMED``: all labels of
-    ``radices`` equally large, or in each stage cluster k in proportion to 1 / k.
+    """Estimates the coverage of an epoch before there are clusters, for each of ``ASSUMED``.
 
-    None for more labels than can be listed or filled."""
+    "equal": all labels have the same size. "long-tailed": in each stage cluster k has a share in
+    proportion to 1 / k. ``radices`` are the numbers of clusters of the stages. Returns an empty
+    list for more labels than samples, or more than a million.
+    """
     if label_space(radices) > min(num_samples, _MOST_LABELS):
         return []
     epochs = []

@@ -1,4 +1,4 @@
-"""A plan as text: short tables, aligned, whose columns are named as in the plan itself."""
+"""Prints a plan as short, aligned tables, whose columns have the names of the plan's fields."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Row = Mapping[str, Any]
 
 
 def text(plan: dict[str, Any]) -> str:
-    """The whole plan, several lines."""
+    """Returns the text of a plan; ``plan`` is what ``verbs.plan.make`` returned."""
     trainings, memory, hours = plan["trainings"], plan["memory"], plan["hours"]
     epochs = [of | {"name": each["name"]} for each in trainings for of in each["coverage"]]
     assumed = any(of["sizes"] in steps.ASSUMED for of in epochs)
     parts = {name: kind["parts"] for name, kind in memory.items()}
     parts = {name: of | {"sum": sum(of.values())} for name, of in parts.items()}
-    # Of the samples of a pass only the most: the fewest are among the steps.
+    # A pass has [fewest, most] samples; the table shows the most.
     passes = [of | {"gflop_each": of["sample"] / 1e9} for of in hours["passes"]]
     passes = [of | {"samples": of["samples"] and of["samples"][1]} for of in passes]
     in_all = {"name": "in all", "hours": hours["hours"], "rank_hours": hours["rank_hours"]}
     disk = dict(plan["disk"])
-    kept = [of | {"number": str(of["number"])} for of in disk.pop("trainings")]
+    on_disk = [of | {"number": str(of["number"])} for of in disk.pop("trainings")]
     names = {"checkpoints": "checkpoints, at most"}
-    kept += [{"name": names.get(name, name), "kept": size} for name, size in disk.items()]
+    on_disk += [{"name": names.get(name, name), "kept": size} for name, size in disk.items()]
     blocks = [
         [_verdict(plan)],
         _heading(plan),
@@ -42,13 +42,14 @@ def text(plan: dict[str, Any]) -> str:
         _columns("training", _COUNTS, memory),
         _columns("GiB per rank (estimate)", [*next(iter(parts.values()))], parts, GIB),
         [*_table("hours (estimate)", _PASS, [*passes, in_all]), *_assumptions(plan)],
-        _table("GiB on disk", ("each", "number", "kept"), kept, GIB),
+        _table("GiB on disk", ("each", "number", "kept"), on_disk, GIB),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _verdict(plan: Row) -> str:
-    """Hours, memory of a GPU and disk in one line, and whether they fit."""
+    """Says in one line how many hours, how much memory of a GPU and how much disk the run needs,
+    and whether they fit."""
     hours, disk, limit = plan["hours"]["range"], plan["disk"], plan["memory_gib"]
     most = max(kind["sum"] for kind in plan["memory"].values()) / GIB
     unit = "process" if plan["on_cpu"] else "GPU"
@@ -65,6 +66,7 @@ def _verdict(plan: Row) -> str:
 
 
 def _heading(plan: Row) -> Iterator[str]:
+    """Yields lines about the machine and the samples."""
     each = count_of(plan["gpus_per_node"], "CPU rank" if plan["on_cpu"] else "GPU")
     machine = f"{count_of(plan['nodes'], 'node')} x {each}"
     yield f"plan of {plan['run_dir']} on {machine} = {count_of(plan['ranks'], 'rank')}"
@@ -81,6 +83,7 @@ def _heading(plan: Row) -> Iterator[str]:
 
 
 def _assumptions(plan: Row) -> Iterator[str]:
+    """Yields notes about the rates by which hours were estimated."""
     passes, speed = plan["hours"]["passes"], plan["hours"]["speed"]
     if "peak_tflops" not in speed:
         yield "note: give rates that were measured on this CPU (--samples-per-s, --images-per-s)"
@@ -93,7 +96,7 @@ def _assumptions(plan: Row) -> Iterator[str]:
 
 
 def _table(title: str, keys: Sequence[str], rows: Sequence[Row], unit: int = 1) -> list[str]:
-    """A line for each row, by its name; two spaces between columns, numbers to the right."""
+    """Returns the lines of a table: a header with ``title`` and the keys, and a line per row."""
     cells = [[row["name"], *(_cell(key, row.get(key, ""), unit) for key in keys)] for row in rows]
     cells.insert(0, [title, *(key.replace("_", " ") for key in keys)])
     align = ["left"] + ["right"] * len(keys)
@@ -102,7 +105,7 @@ def _table(title: str, keys: Sequence[str], rows: Sequence[Row], unit: int = 1) 
 
 
 def _columns(title: str, keys: Sequence[str], of: Mapping[str, Row], unit: int = 1) -> list[str]:
-    """A line for each key, and a column for each training."""
+    """Returns the lines of a table with a line for each key, and a column for each training."""
     rows = [
         {"name": key.replace("_", " "), **{n: row[key] for n, row in of.items()}} for key in keys
     ]
@@ -110,7 +113,8 @@ def _columns(title: str, keys: Sequence[str], of: Mapping[str, Row], unit: int =
 
 
 def _cell(key: str, value: Any, unit: int = 1) -> str:
-    """A value: numbers in units, three digits that count and all before the point; [low, high]."""
+    """Formats a value: a number divided by ``unit`` or with three significant digits, or [fewest,
+    most] as "2 to 3"."""
     if value is None:
         return "unknown"
     if isinstance(value, bool):

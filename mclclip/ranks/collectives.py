@@ -1,5 +1,8 @@
-"""Collectives, each of which is the identity for one process, and the interface of parameters that
-engines do not reduce (``UnwrappedParameters``)."""
+"""Collectives: functions that all ranks call together.
+
+With one process each returns its input. `UnwrappedParameters` is the interface of parameters whose
+gradients the engines do not average over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
 _LONGEST_PAUSE_S = 0.2
-_alone: list[bool] = []  # holds an entry while this rank does the work of ``on_main``
+_in_on_main: list[bool] = []  # not empty while this rank does the work of `on_main`
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, and warns of the old name.
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -24,17 +27,18 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 def world_size() -> int:
-    """Number of processes (1 where no process group is open)."""
+    """Returns the number of ranks (1 if no process group is open)."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank (0 where no process group is open)."""
+    """Returns this process's rank (0 if no process group is open)."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class GatherWithGrad(torch.autograd.Function):
-    """All-gather whose backward sums every rank's gradient back to the owner of the rows."""
+    """An all-gather. Its backward sums the gradients of all ranks for each row and returns the sum
+    to the rank that the row came from."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ class GatherWithGrad(torch.autograd.Function):
 
 
 def sum_to_owner(x: Tensor) -> Tensor:
-    """Sums ``x`` [W*b, ...] over the W ranks and returns this rank's slice [b, ...].
+    """Sums ``x`` [W*b, ...] over the W ranks and returns this rank's slice [b, ...] of the sum.
 
     Overwrites ``x``.
     """
@@ -56,17 +60,17 @@ def sum_to_owner(x: Tensor) -> Tensor:
         local = torch.empty_like(x[: len(x) // world_size()])
         _reduce_scatter(local, x)
         return local
-    # all_reduce, then take the local slice: gloo has no reduce_scatter for every dtype.
+    # gloo has no reduce_scatter for every dtype, so all ranks get the sum and take their slice.
     dist.all_reduce(x)
     return x.chunk(world_size())[rank()]
 
 
 def gather_with_grad(x: Tensor) -> Tensor:
-    """[b, ...] on each rank -> [W*b, ...] in rank order; gradients flow back to the owner.
+    """Concatenates the ``x`` [b, ...] of all ranks in rank order to [W*b, ...], with gradient.
 
-    The backward sums over ranks: with each rank's loss a mean over its own rows and DDP averaging
-    parameter gradients, the result is the gradient of the mean over the global batch. All ranks
-    must pass the same shape.
+    Each rank gets the gradients of its rows, summed over the ranks' losses. So if each loss is a
+    mean over the rank's own rows, and DDP averages the gradients of the parameters, the result is
+    the gradient of the mean over the global batch. All ranks must pass the same shape.
     """
     if world_size() == 1:
         return x
@@ -75,7 +79,7 @@ def gather_with_grad(x: Tensor) -> Tensor:
 
 
 class _SumWithGrad(torch.autograd.Function):
-    """All-reduce whose backward is an all-reduce: every rank's loss depends on every input."""
+    """An all-reduce. Its backward is one too, since every rank's loss depends on every input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -87,7 +91,7 @@ class _SumWithGrad(torch.autograd.Function):
 
 
 def all_reduce_with_grad(x: Tensor) -> Tensor:
-    """Sum of ``x`` over the ranks; the gradient is summed over the ranks too."""
+    """Returns the sum of ``x`` over the ranks; its gradient is summed over the ranks too."""
     if world_size() == 1:
         return x
     total: Tensor = _SumWithGrad.apply(x)  # type: ignore[no-untyped-call]
@@ -95,7 +99,7 @@ def all_reduce_with_grad(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """[b, ...] on each rank -> [W*b, ...] in rank order, without gradient."""
+    """Concatenates ``x`` [b, ...] of all ranks in rank order to [W*b, ...], without gradient."""
     if world_size() == 1:
         return x.detach()
     parts = [torch.empty_like(x) for _ in range(world_size())]
@@ -104,10 +108,9 @@ def gather(x: Tensor) -> Tensor:
 
 
 def shift(x: Tensor) -> Tensor:
-    """Sends ``x`` to the next rank; returns the tensor of the rank before, without gradient.
+    """Sends ``x`` to the next rank and returns what the rank before sent, without gradient.
 
-    The ranks form a ring: the first one receives from the last. All ranks must pass the same
-    shape.
+    The ranks form a ring: the first receives from the last. All ranks must pass the same shape.
     """
     world, here = world_size(), rank()
     if world == 1:
@@ -124,7 +127,7 @@ def shift(x: Tensor) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """Sum of ``x`` over the ranks, a new tensor without gradient."""
+    """Returns the sum of ``x`` over the ranks as a new tensor without gradient."""
     total = x.detach().clone()
     if world_size() > 1:
         dist.all_reduce(total)
@@ -132,7 +135,7 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 
 
 def all_reduce_max(x: Tensor) -> Tensor:
-    """The largest ``x`` over the ranks, element by element; a new tensor without gradient."""
+    """Returns the elementwise maximum of ``x`` over the ranks as a new tensor without gradient."""
     largest = x.detach().clone()
     if world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -140,16 +143,18 @@ def all_reduce_max(x: Tensor) -> Tensor:
 
 
 def side_group() -> Any:
-    """A new gloo group of all ranks, for a background thread or CPU tensors (None: one process).
+    """Opens a new gloo group of all ranks, for a background thread or for CPU tensors.
 
-    Collectives of two threads on one group could be matched in the wrong order, and NCCL does not
-    move CPU tensors. All ranks must call this at the same point of their main threads.
+    Returns None with one process. A thread needs its own group, since collectives of two threads in
+    one group could be matched in the wrong order; NCCL does not move CPU tensors. All ranks call
+    this at the same point of their main threads.
     """
     return dist.new_group(backend="gloo", timeout=limit()) if world_size() > 1 else None
 
 
 def gather_objects(item: T, group: Any = None) -> list[T]:
-    """Every rank's picklable ``item``, in rank order (``group``: from ``side_group``)."""
+    """Returns the ``item`` of all ranks in rank order; it must be picklable. ``group``: the default
+    one, or one that `side_group` opened."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
@@ -158,49 +163,49 @@ def gather_objects(item: T, group: Any = None) -> list[T]:
 
 
 def broadcast_object(item: T) -> T:
-    """The first rank's picklable object on every rank."""
+    """Returns the ``item`` of rank 0 on all ranks; it must be picklable."""
     if world_size() == 1:
         return item
-    box: list[Any] = [item]
-    dist.broadcast_object_list(box)
-    result: T = box[0]
-    return result
+    items: list[T] = [item]
+    dist.broadcast_object_list(items)
+    return items[0]
 
 
 def broadcast(x: Tensor) -> Tensor:
-    """The first rank's ``x`` on every rank, in place; all must pass the same shape and dtype."""
+    """Overwrites ``x`` with rank 0's and returns it; all must pass the same shape and dtype."""
     if world_size() > 1:
         dist.broadcast(x, 0)
     return x
 
 
 def barrier() -> None:
-    """Waits for all ranks."""
+    """Waits for all ranks, at most as long as a collective may take."""
     if world_size() > 1:
         dist.barrier()
 
 
 def meet() -> None:
-    """Waits until all ranks have come here, for hours if need be: ``peer_timeout_s``, the limit of
-    collectives, does not apply. Raises if a rank has died meanwhile.
+    """Waits until all ranks have called it, for hours if need be; raises if a rank dies meanwhile.
 
-    Use it after work that takes the ranks unequal times, such as work of the first rank alone.
+    Call it after work that takes the ranks unequal times, such as work of rank 0 alone: the limit
+    of other collectives, ``peer_timeout_s``, does not apply.
     """
     if world_size() == 1:
         return
     waiting, pause_s = dist.barrier(process_group.meeting(), async_op=True), 0.001
-    while not waiting.is_completed():  # wait() would not react to signals meanwhile
+    while not waiting.is_completed():  # wait() would not react to signals
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     waiting.wait()
 
 
 def raise_on_every_rank(work: Callable[[], T], what: str = "") -> T:
-    """Runs ``work`` on this rank; if it failed on any rank, raises on all of them.
+    """Runs ``work`` on all ranks and returns its result; if it fails on any rank, all ranks raise.
 
-    The failing rank raises its own error. The others raise an error with its message: ValueError,
-    FileNotFoundError or Lost if it was one, else RuntimeError. So no rank waits for a peer that has
-    left, and all wait without a limit for one that works (``meet``).
+    So no rank waits in the next collective for a peer that has failed. The failing rank raises its
+    own error. The others raise one of the same message and of type ValueError, FileNotFoundError,
+    Lost or else RuntimeError; it begins for example 'rank 2 ...', where ``what`` is '...'. Ranks
+    wait for each other without a limit (`meet`).
     """
     error: Exception | None = None
     result: T | None = None
@@ -221,46 +226,50 @@ def raise_on_every_rank(work: Callable[[], T], what: str = "") -> T:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 only; every rank gets its (picklable) result or its error.
+    """Runs ``work`` on rank 0 only. All ranks get its result (picklable), or its error.
 
-    Within such work it is a plain call, since the other ranks wait for the end of the whole.
+    If ``work`` itself calls this function, that is a plain call on rank 0, since the other ranks
+    wait for the end of the outer call.
     """
-    if world_size() == 1 or _alone:
+    if world_size() == 1 or _in_on_main:
         return work()
+    result: T | None = None
 
-    def alone() -> T:
-        _alone.append(True)
+    def run() -> None:
+        nonlocal result
+        _in_on_main.append(True)
         try:
-            return work()
+            result = work() if rank() == 0 else None
         finally:
-            _alone.pop()
+            _in_on_main.pop()
 
-    result = raise_on_every_rank(lambda: alone() if rank() == 0 else None)
+    raise_on_every_rank(run)
     return broadcast_object(result)  # type: ignore[return-value]
 
 
 class UnwrappedParameters(Protocol):
-    """Parameters that are trained together with a module that an engine wraps, but not wrapped.
+    """Parameters that the engine does not wrap, such as class centers sharded over the ranks.
 
-    Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded
-    class centers are an example. They compute their gradient themselves, in the backward pass of
-    the loss (``torch.autograd.Function``): gradient caching fills no ``.grad`` but the module's.
+    Their gradients are not averaged over the ranks, and they have their own optimizer. They keep
+    the gradient that the backward pass of their loss (a ``torch.autograd.Function``) computes: with
+    gradient caching, autograd fills ``.grad`` only for parameters of the wrapped module.
     """
 
     def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
-        """Prepares a step whose loss is multiplied by ``loss_scale`` before the backward pass."""
+        """Prepares step number ``step``, in which the loss is multiplied by ``loss_scale`` before
+        its backward pass."""
 
     def zero_grad(self) -> None:
         """Drops the gradient."""
 
     def grad_square(self) -> Tensor:
-        """The sum of squares of the gradient over all ranks, float64, 0-dimensional."""
+        """Returns the sum of squares of the gradient over all ranks: float64, 0-dimensional."""
 
     def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
-        """One optimizer step along ``factor`` times the gradient at the learning rate ``lr``."""
+        """Steps with ``factor`` times the gradient at the learning rate ``lr``."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that a resumed training needs; no other part uses their names."""
+        """Returns what a resumed training needs, by names that no other part of it uses."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Loads the entries that ``state_dict`` names; ignores all others in ``state``."""
+        """Loads the tensors that `state_dict` names; ignores all others in ``state``."""

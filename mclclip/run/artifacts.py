@@ -2,9 +2,10 @@
 
 Verbs exchange data only through files. Each writes one artifact: a directory whose
 ``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
-no verb reads it. The manifest holds size and SHA-256 of every file. A verb compares the sizes of
-what it opens, and ``mclclip doctor RUN`` compares the bytes. ``bad_samples.json`` and
-``shard_times.json`` change later and say for themselves what they depend on::
+no verb reads it; ``in_progress.json`` says there which options and inputs the work was begun with.
+The manifest holds size and SHA-256 of every file. A verb compares the sizes when it opens an
+artifact, and ``mclclip doctor RUN`` compares the bytes. Only ``bad_samples.json`` and
+``shard_times.json`` may change after the manifest is written, which does not list them::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
@@ -37,7 +38,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mclclip import __version__
 from mclclip.util import files
@@ -46,21 +47,42 @@ from mclclip.util.remake import Remake
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
-# The verb that writes a kind of artifact, where the two have different names.
-_WRITTEN_BY = {
-    "embeddings": "embed",
-    "text_embeddings": "embed --text",
-    "image_rows": "embed --stage 0 --image-rows",
-    "clusters": "cluster",
-    "pseudo_labels": "cluster",
-    "relocated": "relocate",
-    "concat": "export",
-    "soup": "export",
-    "dataset": "make-dataset",
-    "pairs": "make-pairs",
-    "shards": "pack",
-    "converted": "export --to",
+
+
+class Kind(NamedTuple):
+    """How a kind of artifact is made again, and where it lies.
+
+    verb       the verb that writes it, such as ``embed --text``
+    place      its path in a run directory, or in a control's folder, as a regular expression
+    by_flags   True if the verb needs flags that stand nowhere in the run
+    """
+
+    verb: str
+    place: str = ""
+    by_flags: bool = False
+
+
+KINDS = {
+    "index": Kind("index", "index"),
+    "embeddings": Kind("embed", r"stage_\d+/embeddings"),
+    "text_embeddings": Kind("embed --text", r"stage_\d+/(text_embeddings|edited_texts/[^/]+)"),
+    "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
+    "clusters": Kind("cluster", r"stage_\d+/clusters"),
+    "pseudo_labels": Kind("cluster", r"stage_\d+/pseudo_labels"),
+    "relocated": Kind("relocate", r"stage_\d+/relocated"),
+    "train": Kind("train", r"stage_\d+/train"),
+    "export": Kind("export", r"stage_\d+/export"),
+    "concat": Kind("export", r"exports/[^/]+"),
+    "soup": Kind("export"),  # in exports/ too
+    "filter": Kind("filter", r"filters/[^/]+", by_flags=True),
+    "blindspots": Kind("blindspots", r"blindspots/[^/]+", by_flags=True),
+    "finetune": Kind("finetune", "finetune", by_flags=True),
+    "dataset": Kind("make-dataset", by_flags=True),
+    "pairs": Kind("make-pairs", by_flags=True),
+    "shards": Kind("pack", by_flags=True),
+    "converted": Kind("export --to", by_flags=True),
 }
+"""Every kind of artifact, by the ``kind`` of its `Step`."""
 
 
 # --- manifests -------------------------------------------------------------------------------
@@ -68,7 +90,18 @@ _WRITTEN_BY = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """Kind, options and inputs of an artifact; ``digest`` identifies its content."""
+    """The manifest.json of a finished artifact.
+
+    kind             such as ``clusters``
+    config           the options that the content depends on, nested
+    inputs           digests of what the artifact was made from, such as ``{"index": "3f..."}``
+    counts           figures for readers, such as ``{"samples": 1000}``
+    digest           identifies the content
+    dtype            number type of its rows, such as ``float16``; None if it has no rows
+    package_version  version of mclclip that made it
+    finished         time at which it was finished
+    records          size and SHA-256 of its files, by name
+    """
 
     kind: str
     config: dict[str, Any]
@@ -81,10 +114,10 @@ class Manifest:
     records: dict[str, files.Record] = field(default_factory=dict)
 
     def check(self, directory: Path, *names: str) -> None:
-        """Compares the sizes of files of this artifact, by default of all that were recorded.
+        """Compares the sizes of the files ``names`` in ``directory`` (default: all) with `records`.
 
-        Raises FileNotFoundError or RuntimeError for the first that is missing or has another size;
-        they say which verb makes it again. A file that was not recorded is not compared.
+        Raises FileNotFoundError for a missing file and RuntimeError for one of another size; the
+        message says which verb makes the artifact again. Names without a record are ignored.
         """
         again = f"run 'mclclip {verb_of(self.kind)} --force' to make it again"
         for name in names or self.records:
@@ -93,10 +126,10 @@ class Manifest:
 
 
 def read_manifest(directory: Path, kind: str) -> Manifest:
-    """The manifest of the finished artifact in ``directory``.
+    """Reads the manifest of the finished artifact in ``directory``, such as of kind ``clusters``.
 
-    Raises FileNotFoundError where there is none (the verb did not run or did not finish) and
-    ValueError where it is of another kind, or no manifest.
+    Raises FileNotFoundError if there is no manifest (the verb did not run or did not finish), and
+    ValueError if the manifest is damaged or of another kind.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
@@ -110,16 +143,17 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
 
 
 def parse_manifest(path: Path) -> Manifest:
-    """The manifest in a file, of any kind. Raises ValueError where it is none."""
+    """Reads the manifest file ``path``, of any kind. Raises ValueError if it is damaged."""
     try:
         fields = files.read_json(path)
         records = {name: files.Record(**entry) for name, entry in fields["records"].items()}
-        if not all(type(r.size_bytes) is int and type(r.sha256) is str for r in records.values()):
-            raise TypeError("records hold a size and a SHA-256 for each file")
-        if not isinstance(fields["kind"], str):
-            raise TypeError("kind is a text")
-        if not all(isinstance(fields[name], dict) for name in ("config", "inputs", "counts")):
-            raise TypeError("config, inputs and counts are mappings")
+        types: list[tuple[Any, type]] = [(fields["kind"], str)]
+        types += [(fields[name], dict) for name in ("config", "inputs", "counts")]
+        types += [(record.size_bytes, int) for record in records.values()]
+        types += [(record.sha256, str) for record in records.values()]
+        for value, wanted_type in types:
+            if type(value) is not wanted_type:
+                raise TypeError(f"{brief(value)} is no {wanted_type.__name__}")
         return Manifest(**(fields | {"records": records}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
@@ -128,9 +162,9 @@ def parse_manifest(path: Path) -> Manifest:
         ) from error
 
 
-def damage_of(directory: Path) -> str | None:
-    """Describes the damage of a finished artifact: its manifest cannot be read, or a file has
-    another size. None where there is none."""
+def find_damage(directory: Path) -> str | None:
+    """Returns an error message if the manifest of a finished artifact cannot be read, or one of its
+    files is missing or has another size than was recorded; else None."""
     try:
         parse_manifest(directory / MANIFEST).check(directory)
     except (ValueError, OSError, RuntimeError) as error:
@@ -139,29 +173,35 @@ def damage_of(directory: Path) -> str | None:
 
 
 def verb_of(kind: str) -> str:
-    """The verb that writes artifacts of ``kind``."""
-    return _WRITTEN_BY.get(kind, kind)
+    """Returns the verb that writes artifacts of ``kind``: 'embed --text' for 'text_embeddings'."""
+    return KINDS[kind].verb if kind in KINDS else kind
 
 
 def is_finished(directory: Path) -> bool:
-    """True where a manifest marks the artifact as complete."""
+    """Returns True if ``directory`` has a manifest, so that its artifact is complete."""
     return (Path(directory) / MANIFEST).exists()
 
 
 def refuse_foreign(directory: Path, option: str) -> None:
-    """Raises ValueError, naming the ``option`` that gave it, where a directory is a file, or holds
-    files of which none says that an artifact is or was written there: they would be replaced, or
-    mixed with it."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{option} {directory} is a file: give a new folder")
-    if directory.is_dir() and not made_of(directory) and any(directory.iterdir()):
-        raise ValueError(
-            f"{option} {directory} holds files that mclclip did not write: give a new folder"
-        )
+    """Raises ValueError if ``directory`` is a file, or holds files but neither manifest.json nor
+    in_progress.json: an artifact written there would mix with a stranger's files or replace them.
+
+    ``option``, such as ``--out``, is what the user gave the directory by, for the message.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        problem = "is a file"
+    elif not read_identity(directory) and any(directory.iterdir()):
+        problem = "holds files that mclclip did not write"
+    else:
+        return
+    raise ValueError(f"{option} {directory} {problem}: give a new folder")
 
 
-def made_of(directory: Path) -> dict[str, Any]:
-    """Kind, config and inputs of a begun or finished artifact; empty where there is none."""
+def read_identity(directory: Path) -> dict[str, Any]:
+    """Returns ``{"kind", "config", "inputs"}`` of the artifact in ``directory``, finished or only
+    begun; an empty mapping if there is none. Raises ValueError if its JSON file is damaged."""
     if is_finished(directory):
         manifest = parse_manifest(Path(directory) / MANIFEST)
         return {"kind": manifest.kind, "config": manifest.config, "inputs": manifest.inputs}
@@ -176,7 +216,7 @@ def made_of(directory: Path) -> dict[str, Any]:
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
-    """Nested mappings and lists as one mapping from dotted names to plain values."""
+    """Flattens mappings and lists: ``{"a": {"b": [1]}}`` becomes ``{"a.b[0]": 1}``."""
     if isinstance(value, Mapping):
         below = {f"{prefix}.{key}" if prefix else str(key): value[key] for key in value}
     elif isinstance(value, list):
@@ -187,11 +227,12 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 class _Absent:
-    """Stands for the value of a field that is not there."""
+    """The value of a field that one of two compared mappings lacks; `None` is a value of JSON."""
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """The first field in which two nested mappings differ, with both values; None if equal."""
+    """Names the first field in which two nested mappings differ, with both values, for example
+    'cluster.seed was 1, now 2'. Returns None if they are equal."""
     flat = [_flatten("", files.as_json(fields)) for fields in (old, new)]
     for key in sorted(flat[0].keys() | flat[1].keys()):
         before, now = (fields.get(key, _Absent) for fields in flat)
@@ -202,9 +243,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Returns what differs between two records of ``Artifact``: an option with both values, or
-    inputs by their names, since their digests tell nobody anything; None if they are equal."""
+def _describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Says how two identities (see `read_identity`) differ; returns None if they are equal.
+
+    The text names the first option that differs with both values. If only inputs differ, it names
+    them without values, since a digest tells a user nothing.
+    """
     if old["kind"] != new["kind"]:
         return f"was made as another kind: {brief(old['kind'])}, now {brief(new['kind'])}"
     if of_option := difference(old["config"], new["config"]):
@@ -220,14 +264,19 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def _count_names(names: Sequence[str], how: str) -> str:
-    """``2 more (a.jpg, b.jpg)``; of many names the first three."""
+    """Returns for example '2 more (a.jpg, b.jpg)', where ``how`` is 'more'; names three at most."""
     shown = ", ".join(files.printable(name) for name in names[:3]) + ", ..." * (len(names) > 3)
     return f"{len(names)} {how} ({shown})"
 
 
 @dataclass
 class Artifact:
-    """One verb's output directory: finished (skip), partial (resume) or fresh (start)."""
+    """The directory that a step writes, in one of three states: empty, begun, or finished.
+
+    kind, config, inputs  its identity, see `Manifest`; another identity in the directory is refused
+    manifest              the manifest if the artifact is finished, else None
+    force                 what `begin` may move aside
+    """
 
     directory: Path
     kind: str
@@ -247,57 +296,67 @@ class Artifact:
         force: Remake = Remake.NOTHING,
         write: bool = True,
     ) -> Artifact:
-        """Opens an artifact for writing, or finds it finished.
+        """Compares ``directory`` with an identity and prepares it for writing.
 
-        ``config`` holds the configuration fields that change the result, ``inputs`` the digests of
-        what it is made from. Where the directory was begun or finished with other values, raises
-        ValueError naming the field and both values; ``force`` moves the old directory aside instead
-        (``NAME.old-1``, see ``Remake``). A directory that was begun but holds no file yet is taken
-        over without an error. Temporary files of a killed writer are removed. With ``write=False``
-        nothing on disk is changed. Call it on one rank and send the result to the others.
+        ``config`` holds the options that change the result, and ``inputs`` the digests of what it
+        is made from, by name. The returned artifact has a ``manifest`` only if the directory holds
+        a finished artifact of this identity. Begun work of this identity stays, to be resumed.
+
+        If the directory holds work of another identity, raises ValueError with the first field that
+        differs and both values. With ``force`` the directory is moved aside instead, to
+        ``NAME.old-1``; `Remake` says which finished ones are moved too. With ``write=False`` only
+        compares, and changes nothing on disk. Otherwise also removes the temporary files of a
+        killed writer, and writes the identity to in_progress.json.
+
+        Touches the disk: call it on one rank and send the result to the others (`begin` does).
         """
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs), force=force)
         finished = is_finished(directory)
         try:
-            old = made_of(directory)
-        except ValueError:  # a damaged manifest
+            old = read_identity(directory)
+        except ValueError:  # its manifest is damaged
             if force is Remake.NOTHING:
                 raise
-            old = {"kind": None, "config": {}, "inputs": {}}  # as no artifact is: it is moved aside
+            old = {"kind": None, "config": {}, "inputs": {}}  # differs from every identity
         if old:
             if write and not finished:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
-            changed = _changed(old, artifact._made_of())
-            if changed is None and not (
+            change = _describe_change(old, artifact._identity_fields())
+            remake = change is not None or (
                 finished
                 and (
                     force is Remake.ALL
-                    or (force is Remake.UNFIT and damage_of(directory) is not None)
+                    or (force is Remake.UNFIT and find_damage(directory) is not None)
                 )
-            ):
+            )
+            if not remake:
                 if finished:
                     artifact.manifest = read_manifest(directory, kind)
                 return artifact
-            inside = (path for path in directory.rglob("*") if not path.is_dir())
-            holds_work = any(path != directory / INTENT for path in inside)
+            paths = (path for path in directory.rglob("*") if not path.is_dir())
+            holds_work = any(path != directory / INTENT for path in paths)
             if holds_work and force is Remake.NOTHING:
                 raise ValueError(
-                    f"{directory} {changed}. Use another output directory, or --force to "
+                    f"{directory} {change}. Use another output directory, or --force to "
                     "move the old one aside and make it again"
                 )
             if holds_work and write:
                 files.move_aside(directory)
         if write:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in directory.glob(f".{INTENT}.*.tmp"):  # of one killed while it wrote this
+            for path in directory.glob(f".{INTENT}.*.tmp"):  # left by a killed writer of this file
                 path.unlink()
-            files.write_json(directory / INTENT, artifact._made_of())
+            files.write_json(directory / INTENT, artifact._identity_fields())
         return artifact
 
     def begin(self) -> Path:
-        """Opens the directory for writing, as ``open`` does, and returns it. All ranks call it."""
+        """Makes the directory ready for writing and returns it; all ranks call it together.
+
+        Before this call nothing on disk has changed. Rank 0 does what `open` does when it writes:
+        it moves aside what ``force`` allows, and writes in_progress.json.
+        """
         from mclclip.ranks import collectives  # seconds, for torch
 
         collectives.on_main(
@@ -308,13 +367,13 @@ class Artifact:
         )  # fmt: skip
         return self.directory
 
-    def _made_of(self) -> dict[str, Any]:
+    def _identity_fields(self) -> dict[str, Any]:
         return {"kind": self.kind, "config": self.config, "inputs": self.inputs}
 
     @property
     def identity(self) -> str:
-        """Digest of all that the result depends on."""
-        return files.digest_json(self._made_of())
+        """Digest of kind, config and inputs, which are all that the content depends on."""
+        return files.digest_json(self._identity_fields())
 
     def finish(
         self,
@@ -324,14 +383,15 @@ class Artifact:
         content_digest: str | None = None,
         records: Mapping[str, files.Record] | None = None,
     ) -> Manifest:
-        """Writes the manifest, by rename, which marks the artifact as finished; returns it.
+        """Writes the manifest by rename, which marks the artifact as finished, and returns it.
 
-        ``content_digest`` identifies the content for readers. Its default is the digest of kind,
-        configuration and inputs, which is enough where the content is a function of them.
-        ``records`` of its files, by name, are what the files are compared with later.
+        Call it on one rank, after the last file is written. ``counts``, ``dtype`` and ``records``
+        are stored as they are (see `Manifest`). ``content_digest`` is stored as the manifest's
+        ``digest``; its default is `identity`, which is right if equal options and inputs always
+        give equal content.
         """
         self.manifest = Manifest(
-            **self._made_of(),
+            **self._identity_fields(),
             counts=dict(counts),
             digest=content_digest or self.identity,
             dtype=dtype,
@@ -346,17 +406,20 @@ class Artifact:
 # --- paths ----------------------------------------------------------------------------------------
 
 
-def run_above(artifact: Path) -> Path | None:
-    """The run directory that an artifact of a stage lies in, known by its index or its stage 0,
-    since verbs that are called one by one leave no configuration there; None for one elsewhere."""
-    for folder in artifact.resolve().parents[:4]:  # of a control it is the fourth
+def find_run_dir(artifact: Path) -> Path | None:
+    """Returns the run directory above an artifact: ``runs/a`` for ``runs/a/stage_1/embeddings``.
+
+    Returns None if the artifact lies in no run. A run is known by its finished index or stage 0,
+    since verbs that are called one by one write no config.yaml.
+    """
+    for folder in artifact.resolve().parents[:4]:  # RUN/controls/NAME/stage_1/export has four
         if is_finished(RunPaths(folder).index) or is_finished(RunPaths(folder).export(0)):
             return folder
     return None
 
 
 class HasRunDir(Protocol):
-    """The one field of a configuration that ``RunPaths`` reads."""
+    """A configuration with the one field that `RunPaths` reads."""
 
     @property
     def run_dir(self) -> str:
@@ -364,15 +427,15 @@ class HasRunDir(Protocol):
 
 
 class RunPaths:
-    """Paths of a run (drawn above).
+    """The paths in a run directory; the module's docstring draws them.
 
-    variant          ``mcl`` or the name of a control, which shares index, stage 0 and pseudo labels
-                     with the run
+    variant          ``mcl``, or the name of a control such as ``ungrouped``. A control shares
+                     index, stage 0 and pseudo labels with its run
     index            the sample index
-    root             folder of the stages of this variant
+    root             folder of this variant's stages: the run directory, or the control's folder
     results          results.jsonl, one row per figure
-    text_embeddings  text embeddings of the frozen text tower (stage 0's)
-    image_rows       what the frozen blocks of stage 0's encoder make of every image
+    text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
+    image_rows       outputs of stage 0's frozen image blocks, a row per sample
     """
 
     def __init__(self, run_dir: Path, variant: str = "mcl") -> None:
@@ -385,11 +448,11 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: HasRunDir, variant: str = "mcl") -> RunPaths:
-        """The layout of a configuration's run directory."""
+        """Returns the paths of the run directory that ``config`` names."""
         return cls(Path(config.run_dir), variant)
 
     def stage(self, stage: int) -> Path:
-        """A stage's directory; stage 0 is shared by all variants."""
+        """The folder of a stage; all variants share that of stage 0."""
         return (self.run_dir if stage == 0 else self.root) / f"stage_{stage}"
 
     def embeddings(self, stage: int) -> Path:
@@ -397,21 +460,25 @@ class RunPaths:
         return self.stage(stage) / "embeddings"
 
     def edited_texts(self, drawn_by: Sequence[object]) -> Path:
-        """Text embeddings of edited captions by the frozen text tower; ``drawn_by`` decides which
-        (``HardCaptions.drawn_by``)."""
+        """Embeddings of edited captions by stage 0's text tower. ``drawn_by`` holds all that the
+        edits depend on (``HardCaptions.drawn_by``); its digest names the folder."""
         return self.run_dir / "stage_0" / "edited_texts" / files.digest_json([*drawn_by])[:12]
 
     def clusters(self, stage: int) -> Path:
-        """k-means of ``stage``'s embeddings; ``pseudo_labels(stage)`` are what it is trained on."""
+        """k-means clusters of the stage's own embeddings."""
         return self.stage(stage) / "clusters"
 
     def pseudo_labels(self, stage: int) -> Path:
-        """Labels that ``stage`` is trained on, made from the stages before; controls read MCL's."""
+        """Labels that the stage is trained on: the clusters of all stages before it, combined.
+        Controls read those of ``mcl``."""
         return self.run_dir / f"stage_{stage}" / "pseudo_labels"
 
     def relocated(self, stage: int, folder: str | None) -> Path:
-        """Copies of the samples in the order of a stage's groups; in a folder elsewhere below the
-        run's name, since several runs may use it."""
+        """Copies of the samples in the order of the stage's groups.
+
+        ``folder`` is the option ``relocate.folder``; the copies lie in FOLDER/RUN/stage_1 there,
+        since several runs may use one folder. None: they lie in the run directory.
+        """
         if folder is not None:
             return Path(folder).expanduser() / self.run_dir.resolve().name / f"stage_{stage}"
         return self.run_dir / f"stage_{stage}" / "relocated"
@@ -425,9 +492,10 @@ class RunPaths:
         return self.stage(stage) / "export"
 
     def joined(self, name: str) -> Path:
-        """A joined encoder: ``concat_raw``, ``concat_stage_norm``, ``soup_uniform`` and so on."""
+        """An encoder joined from the stages, such as ``concat_raw`` or ``soup_uniform``."""
         return self.root / "exports" / name
 
     def model_name(self, name: str) -> str:
-        """The name of a model in results.jsonl: ``stage_1``, ``control_ungrouped_stage_1``."""
+        """The name in results.jsonl of the model ``name``, such as ``stage_1``; for the control
+        ``ungrouped`` it is ``control_ungrouped_stage_1``."""
         return name if self.variant == "mcl" else f"control_{self.variant}_{name}"

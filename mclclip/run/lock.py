@@ -1,15 +1,15 @@
-"""The lock of a run directory (``run.lock``), which one process holds while it writes there, and
-the state in which the last writer ended (``run_state.json``).
+"""The lock of a run directory, and the record of how its last writer ended.
 
-torchrun turns every exit code into 1 or 0, so a script that restarts runs reads this line instead::
+One process holds ``run.lock`` while it writes to the run directory. ``run_state.json`` says how the
+last one ended. torchrun turns every exit code into 1 or 0, so a script that restarts runs reads
+this file instead. It holds one line::
 
     {"state": "preempted", "exit_code": 85, "requeue": true, "reason": "SIGUSR1", ...}
 
-``state`` is ``running``, ``preempted``, ``interrupted`` by the user, ``finished`` or ``failed``; a
-run that still says ``running`` when its processes are gone was killed. The line is also in the file
-that the environment variable MCLCLIP_STATE_FILE names, which the first rank of each node writes.
-Any rank may write a failure there. The line is written by rename and padded to a fixed size, so
-that on a full disk it can overwrite the previous line.
+``state`` is ``running``, ``preempted``, ``interrupted`` (by the user), ``finished`` or ``failed``.
+If it is ``running`` but no process runs, the run was killed. The first rank of each node writes the
+same line to the file that the environment variable MCLCLIP_STATE_FILE names; any rank may write a
+failure there. The line has a fixed length, so that it can be overwritten on a full disk.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from typing import Any
 from mclclip.util.files import now, open_own, parse_json, with_path_in_errors, write_bytes
 
 log = logging.getLogger("mclclip")
-_LONGEST = 10_000  # characters of a record
-_PAUSE_S = 0.2  # between two readings of a lock that another process holds
+_LONGEST = 10_000  # characters that are read of run.lock
+_PAUSE_S = 0.2  # between two attempts to take the lock
 _FIELDS = {"host", "pid", "process_start", "started"}
-MAX_SILENCE_S = 1.0  # at most this much time counts as silence between two readings
+MAX_SILENCE_S = 1.0  # between two readings of the heartbeat at most this much counts as silence
 
 RUN_STATE = "run_state.json"
-_STATE_BYTES, _REASON = 2048, 1000  # of the file; characters of a reason
+_STATE_BYTES, _MAX_REASON = 2048, 1000  # length of the line in bytes; characters of its reason
 
 
 def start_of_process(pid: int) -> str | None:
-    """Start of process ``pid`` (clock ticks since boot), or None where it does not run.
+    """Returns when process ``pid`` started, in clock ticks since boot; None if it does not run.
 
-    Without /proc a running process gives the word ``running`` instead.
+    On a system without /proc, returns 'running' for every process that runs.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -51,7 +51,7 @@ def start_of_process(pid: int) -> str | None:
             return None
         try:
             os.kill(pid, 0)
-        except PermissionError:  # it runs, as another user
+        except PermissionError:  # it belongs to another user, so it runs
             return "running"
         except OSError:
             return None
@@ -61,17 +61,17 @@ def start_of_process(pid: int) -> str | None:
 
 
 class RunLock:
-    """Context manager that holds ``run.lock``, a file with host, pid and start time of its owner.
+    """A context manager that holds ``run.lock``, which names its owner: host, pid, start time.
 
-    If the owner was a process of this host that no longer runs, the lock is taken over at once. If
-    it is a process of another host, it may have died with its node: the lock is taken over when we
-    have seen no heartbeat for ``stale_s`` seconds (one is due every ``beat_s``). The clocks of two
-    hosts may be minutes apart, so only a change of the heartbeat's time shows that the owner lives.
-    A writer whose lock was taken over while it slept kills itself.
+    The owner touches the file every ``beat_s`` seconds: its heartbeat. Entering the context takes
+    the lock over if its owner is dead. On this host the process table tells. An owner on another
+    host counts as dead after ``stale_s`` seconds without a heartbeat, and as living once its
+    heartbeat has changed while we wait: the hosts' clocks may be minutes apart, so the age of a
+    heartbeat says nothing. An owner that was only asleep kills itself when it wakes up.
 
-    Entering raises RuntimeError, one line, where a living writer keeps the lock for longer than
-    ``wait_s`` or the directory cannot be written. A writer on another host counts as living once
-    its heartbeat has changed while we wait. Until then we wait, longer than ``wait_s`` if need be.
+    Entering raises RuntimeError if the directory cannot be written, or if the owner lives and keeps
+    the lock for longer than ``wait_s`` seconds. As long as it is unknown whether the owner lives,
+    entering waits, longer than ``wait_s`` if need be.
     """
 
     def __init__(
@@ -79,36 +79,37 @@ class RunLock:
     ) -> None:
         self.path = Path(run_dir) / "run.lock"
         self.wait_s, self.beat_s, self.stale_s = wait_s, beat_s, stale_s
-        self._record: dict[str, Any] | None = None
-        self._seen: tuple[dict[str, Any], int] | None = None  # another host's owner, its heartbeat
+        self._record: dict[str, Any] | None = None  # what this process wrote to run.lock
+        self._seen: tuple[dict[str, Any], int] | None = None  # owner and heartbeat, last time
         self._seen_at = 0.0
-        self.beats, self.silent_s = False, 0.0  # a change was seen; seconds without one
+        # Of an owner on another host: its heartbeat has changed; seconds since it last did.
+        self.beats, self.silent_s = False, 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def _read_heartbeat(self) -> tuple[dict[str, Any], int] | None:
-        """The lock's owner and the time of its last heartbeat (ns, by the file system's clock).
+        """Reads the lock's owner and the time of its last heartbeat (ns, file system's clock).
 
-        None where there is no lock or it is half-written.
+        Returns None if there is no lock, or only a half-written one.
         """
         try:
             with open_own(self.path, "r") as file:
                 owner = parse_json(file.read(_LONGEST), str(self.path))
                 beat = os.fstat(file.fileno()).st_mtime_ns
-        except (FileNotFoundError, ValueError):  # its owner was killed between open and write
+        except (FileNotFoundError, ValueError):  # ValueError: killed between open and write
             return None
-        whole = isinstance(owner, dict) and _FIELDS <= owner.keys()
-        return (owner, beat) if whole else None
+        return (owner, beat) if isinstance(owner, dict) and _FIELDS <= owner.keys() else None
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read_owner(self) -> dict[str, Any] | None:
         heartbeat = self._read_heartbeat()
         return heartbeat[0] if heartbeat else None
 
     def is_living(self, owner: dict[str, Any], beat: int) -> bool | None:
-        """Returns True if the owner of the lock lives; None while that is not known yet.
+        """Returns whether the lock's owner lives; None if that is not known yet.
 
-        ``beat`` is the time of its heartbeat, in any unit. A reading adds at most MAX_SILENCE_S to
-        the silence: if it hangs on the disk, the owner may hang there too.
+        ``beat`` is the time of the owner's last heartbeat, in any unit. If it has not changed, the
+        time since the last call counts as silence, but at most MAX_SILENCE_S: when our own reading
+        of the disk hangs for longer, the owner's heartbeat may hang there too.
         """
         if owner["host"] == socket.gethostname():
             start = start_of_process(owner["pid"])
@@ -125,7 +126,8 @@ class RunLock:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Holds a file lock, so that two processes that find a stale lock cannot both take it."""
+        """Holds a lock of the file system, so that two processes cannot take run.lock over at the
+        same time."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,20 +145,21 @@ class RunLock:
             yield
 
     def _try(self) -> tuple[str, bool] | None:
-        """Takes the lock; returns None on success, else its owner and whether that surely lives."""
+        """Takes the lock and returns None; if that fails, returns a text about the owner, and True
+        if the owner is known to live."""
         with self._guard():
             if (heartbeat := self._read_heartbeat()) is not None:
-                owner, living = heartbeat[0], self.is_living(*heartbeat)
-                if living is not False:
-                    who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
-                    return who, living is True
+                owner, lives = heartbeat[0], self.is_living(*heartbeat)
+                if lives is not False:
+                    text = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
+                    return text, lives is True
             self._record = {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "process_start": start_of_process(os.getpid()),
                 "started": now(),
             }
-            # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
+            # No rename is needed: the guard keeps readers out, and half a line counts as no lock.
             with with_path_in_errors(self.path), open_own(self.path, "w") as file:
                 file.write(json.dumps(self._record) + "\n")
         return None
@@ -164,27 +167,27 @@ class RunLock:
     def _beat(self) -> None:
         while not self._stop.wait(self.beat_s):
             try:
-                owner = self._read()
+                owner = self._read_owner()
                 if owner == self._record:
                     with open_own(self.path, "r") as file:
                         os.utime(file.fileno())
             except (OSError, RuntimeError) as error:
-                # A shared disk may fail for a moment; the next beat may work.
+                # A shared disk may fail for a moment: the next heartbeat tries again.
                 log.warning("%s: no heartbeat: %s", self.path, error)
                 continue
-            if owner is not None and owner != self._record:  # there must be one writer
+            if owner is not None and owner != self._record:
                 log.error(
                     "%s was taken over by process %s on %s: this process was not heard of for "
                     "%.0f s and ends now", self.path, owner["pid"], owner["host"], self.stale_s,
                 )  # fmt: skip
-                os.kill(os.getpid(), signal.SIGKILL)  # not SIGTERM, on which it would save
+                os.kill(os.getpid(), signal.SIGKILL)  # on SIGTERM it would save, as a second writer
                 return
 
     def __enter__(self) -> RunLock:
         deadline, warned = time.monotonic() + self.wait_s, False
         self._seen, self.beats, self.silent_s = None, False, 0.0
-        while (held := self._try()) is not None:
-            owner, lives = held
+        while (holder := self._try()) is not None:
+            owner, lives = holder
             if lives and time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self.path.parent} is in use by {owner}: a run directory has one writer. "
@@ -209,7 +212,7 @@ class RunLock:
         if self._thread is not None:
             self._thread.join()
         with self._guard():
-            if self._read() == self._record:  # neither taken over meanwhile nor removed by hand
+            if self._read_owner() == self._record:  # else it was taken over, or removed by hand
                 self.path.unlink(missing_ok=True)
 
 
@@ -223,33 +226,33 @@ def write_state(
     reason: str,
     follows: bool = False,
 ) -> None:
-    """Writes the state to ``run_dir`` (None: not there) and to the file that MCLCLIP_STATE_FILE
-    names.
+    """Writes how the command ends to run_state.json in ``run_dir`` (None: not there), and to the
+    file that MCLCLIP_STATE_FILE names. `mclclip.run.lock` explains the fields.
 
-    A recorded failure that a restart would not mend is only overwritten by ``running``, since later
-    reports of other ranks are its consequences. A state that ``follows`` from the end of another
-    rank overwrites no recorded failure.
+    A recorded failure with ``requeue`` false is kept: what other ranks report after it is only its
+    consequence. With ``follows`` (this rank ends because another one has) every recorded failure is
+    kept. The state 'running', of the next start, overwrites everything.
     """
     record = {
         "state": state,
         "exit_code": exit_code,
         "requeue": requeue,
-        "reason": reason[:_REASON],
+        "reason": reason[:_MAX_REASON],
         "verb": verb,
         "time": now(),
     }
     line = json.dumps(record).encode().ljust(_STATE_BYTES - 1) + b"\n"
     paths = [] if run_dir is None else [Path(run_dir) / RUN_STATE]
-    writes = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
-    if (state_file := os.environ.get("MCLCLIP_STATE_FILE")) and writes:
+    reports = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
+    if (state_file := os.environ.get("MCLCLIP_STATE_FILE")) and reports:
         paths.append(Path(state_file))
     for path in paths:
-        if state == "running" or not _is_final(path, follows):
-            _write_over(path, line)
+        if state == "running" or not _keeps_failure(path, follows):
+            _overwrite(path, line)
 
 
-def _write_over(path: Path, line: bytes) -> None:
-    """Replaces the file, or its content where there is no room for a second file."""
+def _overwrite(path: Path, line: bytes) -> None:
+    """Writes the file by rename, or in place if the disk has no room for a second file."""
     try:
         write_bytes(path, line)
     except OSError as error:
@@ -264,12 +267,11 @@ def _write_over(path: Path, line: bytes) -> None:
             os.close(file)
 
 
-def _is_final(path: Path, follows: bool) -> bool:
-    """Returns True if ``path`` holds a failure that starting again would not mend, or one that
-    something ``follows`` from."""
+def _keeps_failure(path: Path, follows: bool) -> bool:
+    """Returns True if the failure recorded in ``path`` must be kept, see `write_state`."""
     try:
         record = parse_json(path.read_text(), str(path))
-    except (OSError, ValueError):  # none yet, or not ours
+    except (OSError, ValueError):  # there is none yet, or it is not ours
         return False
     failed = isinstance(record, dict) and record.get("state") == "failed"
     return failed and (follows or not record.get("requeue"))

@@ -1,18 +1,18 @@
-"""A run directory, opened: everything that its verbs wrote there, by name.
+"""`Run` reads everything that the verbs wrote into a run directory.
 
     run = Run.open("runs/mine")
     run.results                                        # pandas.DataFrame, a row per figure
-    ids = run.spread_ids(1_000)                        # of samples, evenly over the index
+    ids = run.spread_ids(1_000)                        # ids of samples, spread over the index
     run.captions(ids[:8]), run.images(ids[:8])
     run.stage(0).embeddings_of(ids)                    # float32 [1000, D]
     run.stage(0).clusters.labels                       # [N, L], memory-mapped
     run.stage(1).metrics                               # pandas.DataFrame, a row per recorded step
     run.controls["ungrouped"].stage(1).encoder()
 
-Each part is read at its first use, after a comparison of its files' sizes. Rows and records can be
-read in part, since there may be many millions. A missing part raises an error of one line that
-names the verb which makes it. Nothing is written and no lock is taken, so a run can be opened while
-it trains. torch is imported only to read images or to load an encoder.
+Each part is read at its first use, after the sizes of its files were compared with its manifest. A
+missing part raises an error that names the verb which makes it. There may be many millions of rows
+and records, so both can be read in part. Nothing is written and no lock is taken, so a run can be
+read while it trains. torch is imported only to read images or to load an encoder.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ Kind = Literal["embeddings", "clusters", "pseudo_labels", "train", "export"]
 """Kinds of artifacts in a stage's folder."""
 
 PIECES = 64
-"""Pieces that rows which are spread over the index lie in: each costs the reading of a block of a
+"""Into how many runs of neighbours `spread` cuts its numbers: reading each costs one block of a
 file."""
 
 MAX_BYTES = 4 << 20
-"""Bytes at most of a file of records that are read; of a longer one lines spread evenly over it."""
+"""A file of records is read whole up to this size; of a larger one, `POINTS` lines are sampled."""
 
 POINTS = 400
-"""Rows at most of a training's records."""
+"""Most rows that `Stage.metrics` returns."""
 
 JOINED = ("concat_raw", "concat_stage_norm", "soup_uniform")
-"""The joined encoders that a run may have."""
+"""The encoders joined from all stages that a run may have."""
 
 _LONGEST_LINE = 1 << 16
 
 
 class Run:
-    """A run directory, of which nothing needs to be there yet.
+    """A run directory, or one of its controls; it may still be empty.
 
     directory   the run's folder
-    config      its configuration; None where there is none, as in a folder of evaluations alone
+    config      its configuration; None if it has none, such as a folder that holds evaluations only
     layout      paths of everything in it
-    seed        of what is drawn from the run; 0 where it has no configuration
+    seed        seeds `draw_ids`; 0 if there is no configuration
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Run:
         self.directory, self.config = Path(directory), config
         self.layout = RunPaths(self.directory, variant)
         self.seed = 0 if config is None else config.seed
-        self._whole: Run | None = None  # the run that this one is a control of
+        self._parent: Run | None = None  # for a control: its run, whose index it shares
 
     @classmethod
     def open(
@@ -95,17 +95,18 @@ class Run:
         *,
         config: Config | None = None,
     ) -> Self:
-        """The run in a folder, with the configuration that it recorded, or the given one.
+        """Opens the run in the folder ``directory``; ``config`` (default) is its config.yaml.
 
-        Raises FileNotFoundError where there is no such folder or it holds none of a run's files,
-        and ValueError where the recorded configuration is wrong.
+        Raises FileNotFoundError if the folder is missing or holds none of a run's files, and
+        ValueError if its config.yaml is wrong.
         """
         from mclclip import config as configuration
 
         folder = Path(directory)
         recorded = folder / "config.yaml"
-        some = (recorded, folder / "results.jsonl", folder / "stage_0")
-        if not any(path.exists() for path in some):
+        if not any(
+            path.exists() for path in (recorded, folder / "results.jsonl", folder / "stage_0")
+        ):
             raise FileNotFoundError(
                 f"there is no run at {folder}: name the folder of a run, which has config.yaml, "
                 "results.jsonl or stage_0"
@@ -116,35 +117,38 @@ class Run:
 
     @classmethod
     def of(cls, config: Config, variant: str = "mcl") -> Run:
-        """The run of a configuration, or one of its controls (``RunPaths.variant``)."""
+        """Opens the run that ``config`` names, or its control ``variant``, such as ``ungrouped``.
+        The folder need not exist yet."""
         return cls(Path(config.run_dir), config, variant)
 
     # --- its parts ---
 
     def __repr__(self) -> str:
-        """The folder, what it holds, and how many figures there are; nothing is read or cached."""
+        """Lists the folder's stages and controls and counts its figures, for a Python prompt."""
         stages, controls = (
             ", ".join(sorted(path.name for path in self.directory.glob(f"{kind}/"))) or "none"
             for kind in ("stage_*", "controls/*")
         )
         rows = self.layout.results
         figures = rows.read_bytes().count(b"\n") if rows.is_file() else 0
-        what = f"stages: {stages}; controls: {controls}; figures: {figures}"
-        return f"{type(self).__name__}: {self.directory}\n  {what}"
+        return (
+            f"{type(self).__name__}: {self.directory}\n"
+            f"  stages: {stages}; controls: {controls}; figures: {figures}"
+        )
 
     @cached_property
     def index(self) -> SampleIndex:
-        """The sample index. Raises FileNotFoundError where there is none, and RuntimeError where
-        its tables have other sizes than were written."""
-        return SampleIndex.open(self.layout.index) if self._whole is None else self._whole.index
+        """The sample index. Raises FileNotFoundError if there is none, and RuntimeError if a file
+        of it has another size than was recorded."""
+        return SampleIndex.open(self.layout.index) if self._parent is None else self._parent.index
 
     def stage(self, number: int) -> Stage:
-        """A stage, of which nothing needs to be there yet; 0 is the base."""
+        """Returns stage ``number``, which need not exist yet."""
         return Stage(self, number)
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages that have a folder, without gaps."""
+        """The stages 0, 1, ... up to the first that has no folder."""
         stages: list[Stage] = []
         while self.layout.stage(len(stages)).is_dir():
             stages.append(Stage(self, len(stages)))
@@ -152,17 +156,16 @@ class Run:
 
     @cached_property
     def controls(self) -> dict[str, Run]:
-        """The controls that have a folder, by name, each opened as this run is; they share its
-        index and its stage 0."""
+        """The controls that have a folder, by name; they share this run's index and stage 0."""
         controls = {}
         for folder in sorted(self.directory.glob("controls/*/")):
             control = Run(self.directory, self.config, folder.name)
-            control._whole = self
+            control._parent = self
             controls[folder.name] = control
         return controls
 
     def exports(self) -> dict[str, Path]:
-        """The folders of all exported encoders, of controls too, by their names in ``results``."""
+        """Maps the name of each exported encoder, also of controls, in `results` to its folder."""
         from mclclip.models.weights import has_config
 
         exports: dict[str, Path] = {}
@@ -174,16 +177,16 @@ class Run:
 
     @cached_property
     def result_rows(self) -> list[Result]:
-        """The rows of results.jsonl in order, none where there is no such file yet.
+        """The rows of results.jsonl in order; empty if there is no such file yet.
 
-        Raises ValueError, naming the line, where a line is not a row.
+        Raises ValueError with the line's number if a line is not a row.
         """
         return results.read(self.layout.results)
 
     @property
     def results(self) -> DataFrame:
-        """``result_rows`` as a table, a row per figure: encoder, benchmark, metric, value, interval
-        (both bounds), unit, count and protocol; values and bounds in the row's unit."""
+        """The `result_rows` as a table: encoder, benchmark, metric, value, interval (two bounds),
+        unit (of value and bounds), count and protocol."""
         import pandas
 
         columns = ["encoder", "benchmark", "metric", "value", "interval", "unit", "count"]
@@ -197,20 +200,23 @@ class Run:
         return pandas.DataFrame(rows, columns=[*columns, "protocol"])
 
     def finished(self, folder: Literal["filters", "blindspots"]) -> dict[str, Path]:
-        """The finished artifacts of ``mclclip filter`` or ``blindspots`` by name, without those
-        that were moved aside."""
+        """Maps the name of each finished artifact of ``mclclip filter`` or ``blindspots`` to its
+        folder; leaves out those that ``--force`` moved aside."""
         folders = (path.parent for path in self.directory.glob(f"{folder}/*/{artifacts.MANIFEST}"))
         return {path.name: path for path in sorted(folders) if ".old-" not in path.name}
 
     # --- samples ---
 
     def spread_ids(self, count: int) -> Integers:
-        """Sorted ids of at most ``count`` samples, in pieces that lie evenly over the index."""
+        """Returns sorted ids of at most ``count`` samples from all over the index, see `spread`."""
         return spread(len(self.index), count)
 
     def draw_ids(self, count: int, purpose: int) -> Integers:
-        """Sorted ids of at most ``count`` samples that can be decoded and have a row in every
-        finished embedding, drawn by the seed and a number for the ``purpose``."""
+        """Draws at most ``count`` samples at random and returns their sorted ids.
+
+        Only draws samples that can be decoded and that all finished embeddings have. The run's seed
+        and ``purpose``, a constant of the caller, determine the draw.
+        """
         usable = np.setdiff1d(np.arange(len(self.index)), self.index.bad_ids())
         num_stages = len(self.stages) if self.config is None else self.config.num_stages + 1
         for stage in map(self.stage, range(num_stages)):
@@ -221,7 +227,7 @@ class Run:
 
     @cached_property
     def samples(self) -> Bytes:
-        """Reads images and captions as the run's options of data say."""
+        """Reads the bytes of images and captions, by the options ``data`` of the run."""
         from mclclip.data.bytes import Bytes
         from mclclip.data.options import DataConfig
 
@@ -231,16 +237,16 @@ class Run:
         return Bytes(self.index, data)
 
     def captions(self, ids: Ids) -> list[list[str]]:
-        """All captions of each sample, none for one without captions.
+        """Returns the list of captions of each sample, which may be empty.
 
-        Raises RuntimeError where a shard does not hold what was indexed.
+        Raises RuntimeError if a shard has changed since it was indexed.
         """
         return self.samples.captions_of([int(sample_id) for sample_id in ids])
 
     def stored_images(self, ids: Ids) -> list[bytes]:
-        """The bytes of the images of samples, in whatever format they are stored.
+        """Returns the stored bytes of each sample's image, such as a JPEG file's.
 
-        Raises RuntimeError, one line, for the first that cannot be read.
+        Raises RuntimeError for the first image that cannot be read.
         """
         from mclclip.data.bytes import BadSample
         from mclclip.data.locations import PICTURE
@@ -256,9 +262,9 @@ class Run:
         return stored
 
     def images(self, ids: Ids) -> list[Image | NDArray[np.uint8]]:
-        """The images of samples as they are stored: upright RGB pictures, or arrays [H, W, C].
+        """Decodes the images of samples: upright RGB pictures, or arrays [H, W, C] from .npy files.
 
-        Raises RuntimeError, one line, for the first that cannot be read or decoded.
+        Raises RuntimeError for the first image that cannot be read or decoded.
         """
         from mclclip.data.decode import DecodeError, decode
 
@@ -274,8 +280,10 @@ class Run:
         return images
 
     def pictures(self, ids: Ids) -> list[NDArray[np.uint8]]:
-        """The ``images`` as pictures uint8 [H, W, 3]: of other channels the first three, or the
-        first one in grey."""
+        """Decodes the images of samples as uint8 [H, W, 3], to be shown.
+
+        An image with more channels shows its first three; one with fewer shows its first in grey.
+        """
         from mclclip.data.decode import as_picture
 
         return [as_picture(np.asarray(image)) for image in self.images(ids)]
@@ -283,33 +291,32 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a run, or of one of its controls. What is missing raises FileNotFoundError."""
+    """Reads one stage of a run or of a control. Properties raise FileNotFoundError if the artifact
+    that they read is not finished, and RuntimeError if it was made for another index."""
 
     run: Run
     number: int
 
     @property
     def name(self) -> str:
-        """Its encoder's name in results.jsonl, such as ``stage_1``."""
+        """The name of the stage's encoder in results.jsonl, such as ``stage_1``."""
         return self.run.layout.model_name(f"stage_{self.number}")
 
     def directory(self, kind: Kind) -> Path:
-        """Where an artifact of the stage lies."""
+        """Returns the folder of the stage's artifact ``kind``."""
         path: Path = getattr(self.run.layout, kind)(self.number)
         return path
 
     def has(self, kind: Kind) -> bool:
-        """Returns True if an artifact of the stage is finished."""
+        """Returns True if the stage's artifact ``kind`` is finished."""
         return artifacts.is_finished(self.directory(kind))
 
     def manifest(self, kind: Kind) -> Manifest:
-        """The manifest of a finished artifact.
-
-        Raises RuntimeError where it has rows of another index than the run's.
-        """
+        """Reads the manifest of the stage's artifact ``kind``."""
         directory = self.directory(kind)
         if not self.has(kind):
-            stage = self.number - (kind == "pseudo_labels")  # the one that was clustered
+            # Labels of stage 1 are written by 'mclclip cluster --stage 0'.
+            stage = self.number - (kind == "pseudo_labels")
             raise FileNotFoundError(
                 f"no finished {kind.replace('_', ' ')} at {directory}: run 'mclclip "
                 f"{artifacts.verb_of(kind)} --stage {stage}' first"
@@ -320,20 +327,14 @@ class Stage:
 
     @property
     def embeddings(self) -> RowStore:
-        """Image embeddings [N, D] in index order, and the samples without any.
-
-        Raises RuntimeError where they do not fit the index.
-        """
+        """Image embeddings [N, D] in index order; the store also lists samples without one."""
         manifest, index = self.manifest("embeddings"), self.run.index
         return RowStore.of_samples(self.name, self.directory("embeddings"), manifest, index)
 
     @property
     def text_embeddings(self) -> RowStore:
-        """Embeddings of all captions by stage 0's text tower, [captions, D], in index order: those
-        of sample i begin at ``index.caption_start[i]``.
-
-        Raises RuntimeError where they do not fit the index.
-        """
+        """Embeddings [number of captions, D] of all captions by stage 0's text tower, in index
+        order: the rows of sample i begin at ``index.caption_start[i]``."""
         directory, index = self.run.layout.text_embeddings, self.run.index
         if not artifacts.is_finished(directory):
             raise FileNotFoundError(
@@ -342,37 +343,36 @@ class Stage:
             )
         manifest = index.manifest_of(directory, "text_embeddings")
         rows = RowStore.open(directory, manifest)
-        if len(rows) != (needed := int(index.num_captions.sum())):
+        if len(rows) != (num_captions := int(index.num_captions.sum())):
             raise RuntimeError(
-                f"text embeddings at {directory} has {len(rows):,} rows, the index has {needed:,} "
-                "captions: run 'mclclip embed --stage 0 --text --force' after 'mclclip index'"
+                f"text embeddings at {directory} has {len(rows):,} rows, the index has "
+                f"{num_captions:,} captions: run 'mclclip embed --stage 0 --text --force' after "
+                "'mclclip index'"
             )
         return rows
 
     @property
     def clusters(self) -> Clusters:
-        """The clusters of its embeddings."""
+        """The k-means clusters of the stage's embeddings."""
         return Clusters(self.directory("clusters"), self.manifest("clusters"))
 
     @property
     def labels(self) -> Integers:
-        """int64 [N]: the pseudo labels that the stage is trained on; -1 outside of all groups."""
+        """int64 [N]: the pseudo label of each sample, which the stage is trained on; -1: none."""
         self.manifest("pseudo_labels")
         return read_pseudo_labels(self.directory("pseudo_labels"), self.run.index)[0]
 
     def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
-        """float32 [n, D]: the embeddings of samples; zeros for those that could not be used.
+        """Returns the embeddings [n, D] of n samples; a sample that has none gives zeros.
 
-        Only the parts of the files that hold them are read.
+        Reads only the rows of these samples from disk.
         """
         distinct, order = self._distinct(ids)
         return np.asarray(self.embeddings[distinct], np.float32)[order]
 
     def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
-        """[n, L]: the clusters of samples, nearest first; -1 for none.
-
-        Only what holds them is read.
-        """
+        """Returns the L nearest clusters [n, L] of n samples, nearest first; -1: the sample has no
+        embedding. Reads only the rows of these samples from disk."""
         distinct, order = self._distinct(ids)
         self.manifest("clusters").check(self.directory("clusters"))
         labels = RowStore([self.directory("clusters") / "cluster_labels.npy"], "cluster")
@@ -380,7 +380,7 @@ class Stage:
         return clusters[order]
 
     def _distinct(self, ids: Ids) -> tuple[Integers, Integers]:
-        """The different ones of ``ids``, sorted, and where each of ``ids`` is among these."""
+        """Returns the distinct ids, sorted, and for each of ``ids`` its position among them."""
         numbers, count = np.asarray(ids, np.int64), len(self.run.index)
         if len(outside := numbers[(numbers < 0) | (numbers >= count)]):
             raise IndexError(f"sample_id {outside[0]}, the index has 0..{count - 1}")
@@ -388,8 +388,8 @@ class Stage:
 
     @property
     def metrics(self) -> DataFrame:
-        """The records of its training so far, a row per recorded step: loss, lr, speed and more;
-        at most ``POINTS`` rows that lie evenly over it, and none before it begins."""
+        """The metrics of the stage's training so far, a row per recorded step: loss, lr, speed and
+        more. Of many steps at most `POINTS` are returned, evenly spaced."""
         import pandas
 
         rows = self.records("metrics")[0]
@@ -398,19 +398,23 @@ class Stage:
         return pandas.DataFrame(rows)
 
     def records(self, name: Literal["metrics", "epochs"]) -> tuple[list[dict[str, Any]], bool]:
-        """The rows of metrics.jsonl or epochs.jsonl, and True if these are all of them."""
+        """Returns the rows of metrics.jsonl or epochs.jsonl, and True; or False if the file was so
+        large that only a sample of its lines was read."""
         return read_records(self.directory("train") / f"{name}.jsonl")
 
     def encoder(self, device: str | torch.device = "cpu") -> Encoder:
-        """Its exported encoder, as ``mclclip.load_model`` gives it."""
+        """Loads the stage's exported encoder, like ``mclclip.load_model``."""
         from mclclip.models.encoder import load_model
 
         self.manifest("export")
         return load_model(self.directory("export"), device=device)
 
     def model(self, projector: Sequence[int] = ()) -> Model:
-        """The model that it trains, in evaluation mode, with its exported weights; a ``projector``
-        of these widths behind it has random weights, since exports have none."""
+        """Loads the stage's exported weights into the trainable model, in evaluation mode.
+
+        ``projector``: widths of the layers of a projector, such as (512, 128). Exports have no
+        projector, so its weights are random.
+        """
         from mclclip.models.loading import load_towers
 
         self.manifest("export")
@@ -419,25 +423,27 @@ class Stage:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters of a stage's embeddings. Arrays are memory-mapped, after a comparison of the file's
-    size, which raises RuntimeError where it is another than was written."""
+    """The k-means clusters of a stage's embeddings, as memory-mapped arrays.
+
+    Raises RuntimeError if a file has another size than was recorded.
+    """
 
     directory: Path
     manifest: Manifest
 
     @cached_property
     def labels(self) -> NDArray[np.integer]:
-        """[N, L]: the clusters of every sample, nearest first; -1 for none."""
+        """[N, L]: the L nearest clusters of each sample, nearest first; -1: it has no embedding."""
         return self._array("cluster_labels.npy")
 
     @cached_property
     def similarities(self) -> NDArray[np.floating]:
-        """[N, L]: the similarity of every sample to these clusters' centroids."""
+        """[N, L]: the similarity of each sample to the centroids of its `labels`."""
         return self._array("similarities.npy")
 
     @cached_property
     def centroids(self) -> NDArray[np.float32]:
-        """[K, D]: the centroids."""
+        """[K, D]: the centroid of each of the K clusters."""
         return self._array("centroids.npy")
 
     def _array(self, name: str) -> np.ndarray:
@@ -446,7 +452,8 @@ class Clusters:
 
 
 def spread(count: int, most: int) -> Integers:
-    """At most ``most`` numbers of ``range(count)``, sorted, in pieces that lie evenly over it."""
+    """Returns at most ``most`` numbers of ``range(count)``, sorted: `PIECES` runs of neighbours,
+    evenly spaced, since neighbouring rows of a file are read together."""
     if count <= most:
         return np.arange(count, dtype=np.int64)
     size = max(most // PIECES, 1)
@@ -455,11 +462,12 @@ def spread(count: int, most: int) -> Integers:
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The objects of a file of JSON lines by their ``step``, and whether these are all of them.
+    """Reads a file of JSON lines; returns its rows in order of their ``step``, and True if they are
+    all of its rows.
 
-    If a file has more than ``MAX_BYTES``, the first line, ``POINTS`` lines spread evenly over it,
-    and the last one are read. A line that is being written, or is no object, is left out. A missing
-    file has no lines.
+    Of a file larger than `MAX_BYTES` only the first line, `POINTS` lines evenly spread over it, and
+    the last line are read. Skips lines without a whole row, such as one that is being written. A
+    missing file has no rows.
     """
     if not path.is_file():
         return [], True

@@ -1,7 +1,7 @@
-"""Log lines, progress bars, files of metrics, and sinks such as tensorboard.
+"""Log lines, progress, the files that hold metrics, and sinks such as tensorboard.
 
-A training never ends because a row could not be written: failures are counted, and the first one
-is logged.
+A training never ends because a row could not be written: failed writes are counted, and the first
+one is logged.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from mclclip.util.files import printable, printable_lines, write_bytes
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
-CLOSE_S = 20.0  # time that a sink gets to flush; a pre-empted process has little
-DRAW_S = 0.1  # between two drawings of a line of progress
-LOG_S = 15.0  # between two of its lines in the log
-CLEAR_LINE = "\r\x1b[2K"  # of a terminal
+CLOSE_S = 20.0  # a sink gets this time to flush: a pre-empted process has little
+DRAW_S = 0.1  # time between two updates of the progress line on a terminal
+LOG_S = 15.0  # time between two lines of progress in the log
+CLEAR_LINE = "\r\x1b[2K"  # makes a terminal clear its current line
 
 
 class _Formatter(logging.Formatter):
-    """One record is one line, whatever a stranger's key, caption or file name holds (see
-    ``printable``); the traceback of an error has lines of its own."""
+    """Formats each log record as one line: control characters in a stranger's key, caption or file
+    name are replaced (``printable``). Only tracebacks have more lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        clear = CLEAR_LINE if sys.stderr.isatty() else ""  # of a line of progress
+        clear = CLEAR_LINE if sys.stderr.isatty() else ""  # removes the progress line
         return clear + advice.complete(printable(super().formatMessage(record)))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
@@ -47,7 +47,7 @@ class _Formatter(logging.Formatter):
 
 
 def setup(rank: int = 0, level: str = "INFO") -> None:
-    """Sends mclclip's log to stderr: rank 0 at ``level``, the others warnings with their rank."""
+    """Sends mclclip's log to stderr: on rank 0 from ``level`` on, on other ranks only warnings."""
     handler = logging.StreamHandler(sys.stderr)
     where = "" if rank == 0 else f" [rank {rank}]"
     line = f"%(asctime)s {'%(levelname).1s'}{where} %(message)s"
@@ -65,12 +65,14 @@ def progress(
     start: int = 0,
     detail: Callable[[], str] | None = None,
 ) -> Iterator[T]:
-    """Yields ``items`` and reports how many are done and how long the rest will take: on a terminal
-    in one line that it redraws, else in the log. Without ``total`` it reports the number alone.
+    """Yields ``items`` and reports how many are done and how long the rest will take.
 
-    ``start``: how many of the ``total`` were done before. ``detail`` returns further words for a
-    line of the log, empty if nothing has changed; a terminal shows these lines too. Only the loop
-    draws, so nothing is drawn after an interruption. Ranks other than the first report nothing.
+    A terminal shows one line that is redrawn; elsewhere the log gets a line every `LOG_S` seconds,
+    such as 'stage 1: 40 of 100, 12 min left'. Without ``total`` only the number is shown.
+
+    ``start``: how many of the ``total`` were done before. ``detail`` returns a text to add to the
+    line of the log ('': nothing new); with it a terminal gets these log lines too. Ranks other than
+    the first report nothing. Only the loop draws, so nothing is drawn after an interruption.
     """
     if not log.isEnabledFor(logging.INFO):
         yield from items
@@ -81,15 +83,15 @@ def progress(
         yield item
         now, done = time.monotonic(), start + number
         logs = now - last >= LOG_S and done != total and (detail or not on_terminal)
-        words, left = f"{description}: {done}" + ("" if total is None else f" of {total}"), ""
-        if total is not None and number > 1:  # the first one waits for workers to start
+        text, left = f"{description}: {done}" + ("" if total is None else f" of {total}"), ""
+        if total is not None and number > 1:  # the first item waits for workers to start
             left = time_left((total - done) * (now - first) / (number - 1))
         if logs:
             last = now
-            log.info("%s", ", ".join(filter(None, [words, detail and detail(), left])))
+            log.info("%s", ", ".join(filter(None, [text, detail and detail(), left])))
         if on_terminal and now - drawn >= DRAW_S:
             drawn = now
-            line = CLEAR_LINE + ", ".join(filter(None, [words, left]))
+            line = CLEAR_LINE + ", ".join(filter(None, [text, left]))
             print(line, end="", file=sys.stderr, flush=True)
         if number == 1:
             first = now
@@ -98,32 +100,32 @@ def progress(
 
 
 def count_of(number: float, noun: str) -> str:
-    """A number of things for a message: ``1 group``, ``12,000 groups``."""
+    """Returns for example '1 group' or '12,000 groups', where ``noun`` is 'group'."""
     return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def time_left(seconds: float) -> str:
-    """How long something will last, in words: ``40 s left``, ``12 min left``, ``3.5 h left``."""
+    """Returns for example '40 s left', '12 min left' or '3.5 h left'."""
     if seconds < 90:
         return f"{seconds:.0f} s left"
     return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
 class Sink(NamedTuple):
-    """A place besides metrics.jsonl to which rows of training metrics go."""
+    """A tracker besides metrics.jsonl that gets the rows of metrics, such as wandb."""
 
     write: Callable[[int, Mapping[str, Any]], object]
-    """Takes the row of a step."""
+    """``write(step, row)``"""
     close: Callable[[], object]
 
 
 def open_sinks(
     names: Iterable[str], directory: Path, *, config: Mapping[str, Any], resume_step: int
 ) -> dict[str, Sink]:
-    """The sinks ``tensorboard`` and ``wandb`` by name, each in a folder of its own.
+    """Opens the sinks in ``names``, of 'tensorboard' and 'wandb'; each gets a folder of its name.
 
     A sink that does not start (no network, no key, a full disk) is left out with a warning. Raises
-    ValueError where its package (of the extra ``track``) is not installed.
+    ValueError if its package is not installed.
     """
     sinks: dict[str, Sink] = {}
     for name in names:
@@ -144,8 +146,8 @@ def open_sinks(
 
 
 def _open_tensorboard(directory: Path, resume_step: int) -> Sink:
-    """Every number of a row as a scalar, which is on disk at once. Points after ``resume_step``,
-    which an earlier process left, are hidden."""
+    """Writes every number of a row as a scalar. Hides the points after ``resume_step``, which an
+    earlier process left."""
     from torch.utils import tensorboard
 
     module: Any = tensorboard
@@ -161,11 +163,12 @@ def _open_tensorboard(directory: Path, resume_step: int) -> Sink:
 
 
 def _open_wandb(directory: Path, config: Mapping[str, Any]) -> Sink:
-    """Rows for Weights & Biases. Environment variables of wandb apply, such as WANDB_MODE=offline.
-    wandb ignores the rows that a resumed training repeats, because it has those steps already."""
+    """Logs rows to Weights & Biases, whose environment variables apply, such as
+    WANDB_MODE=offline. wandb ignores rows of steps that it has, which a resumed training repeats.
+    """
     import wandb  # type: ignore[import-not-found, unused-ignore]
 
-    path = directory / "run_id"  # one for each training, which goes on in the same wandb run
+    path = directory / "run_id"  # a resumed training goes on in the same wandb run
     if not path.exists():
         write_bytes(path, secrets.token_hex(4).encode())
     run: Any = wandb.init(
@@ -173,16 +176,15 @@ def _open_wandb(directory: Path, config: Mapping[str, Any]) -> Sink:
         id=path.read_text().strip(),
         resume="allow",
         dir=str(directory),
-        config=json.loads(printable(json.dumps(config))),  # without secrets, as of signed urls
+        config=json.loads(printable(json.dumps(config))),  # hides secrets, such as in signed urls
     )
     return Sink(lambda step, row: run.log(dict(row), step=step), run.finish)
 
 
 class JsonLines:
-    """A file with one row of strict JSON per line, truncated to the rows up to ``resume_step``.
+    """A file of strict JSON with one row per line; opening it drops rows after ``resume_step``.
 
-    Every row has ``step``. NaN and infinity, which JSON does not have, are written as null. Where
-    writing a row raises OSError, no part of it is in the file.
+    Every row has a field ``step``. NaN and infinity, which JSON does not know, become null.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
@@ -192,7 +194,7 @@ class JsonLines:
         self.file.truncate(self._length(resume_step))
 
     def _length(self, resume_step: int) -> int:
-        """Bytes of the whole rows up to ``resume_step``."""
+        """Returns the length in bytes of the complete rows up to ``resume_step``."""
         length = 0
         with open(self.path, "rb") as lines:
             for line in lines:
@@ -209,7 +211,7 @@ class JsonLines:
         return length
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row; raises OSError and leaves the file as it was if that fails."""
+        """Appends a row. If that raises OSError, the file is as it was before."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
@@ -224,7 +226,7 @@ class JsonLines:
             raise
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows written so far, each a dictionary, in order."""
+        """Yields the rows written so far, in order."""
         with open(self.path, "rb") as lines:
             yield from map(json.loads, lines)
 
@@ -234,11 +236,11 @@ class JsonLines:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; also
-    ``evaluations.jsonl`` if it ``evaluates``, and ``warnings.jsonl`` if there are warnings.
+    """The files metrics.jsonl and epochs.jsonl and the sinks of one training; evaluations.jsonl too
+    if it ``evaluates``, and warnings.jsonl from the first warning on.
 
-    Writing and closing raise no errors: ``lost`` counts the failed writes of each file and sink by
-    its name. Opening the files may raise OSError.
+    Opening may raise OSError. Writing and closing raise no error: ``lost`` counts the failed writes
+    by the name of the file or sink.
     """
 
     def __init__(
@@ -257,14 +259,13 @@ class MetricsLog:
         self.files = {
             name: JsonLines(Path(directory) / name, resume_step=resume_step) for name in names
         }
-        if evaluates:  # a resumed training evaluates its first step again
+        if evaluates:  # a resumed training evaluates ``resume_step`` again
             path = Path(directory) / "evaluations.jsonl"
             self.files[path.name] = JsonLines(path, resume_step=resume_step - 1)
 
     def write(self, step: int, row: Mapping[str, Any], kind: str = "metrics") -> None:
-        """Appends a row to KIND.jsonl: of a step (``metrics``), of an epoch that ended after it
-        (``epochs``), of the figures after it (``evaluations``) or a warning (``warnings``). Sinks
-        get steps and figures."""
+        """Appends a row to the file of its ``kind``: 'metrics', 'epochs', 'evaluations' or
+        'warnings'. Rows of 'metrics' and 'evaluations' also go to the sinks."""
         name = f"{kind}.jsonl"
         self._try(name, lambda: self._file(name).write({"step": step, **row}))
         if kind in ("metrics", "evaluations"):
@@ -272,21 +273,22 @@ class MetricsLog:
                 self._try(sink_name, partial(sink.write, step, row))
 
     def earlier_rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of metrics.jsonl so far."""
+        """Yields the rows of metrics.jsonl so far."""
         return self.files["metrics.jsonl"].rows()
 
     def _file(self, name: str) -> JsonLines:
-        """The file of this name; that of warnings is made for the first."""
+        """Returns the file ``name``; creates warnings.jsonl at the first warning."""
         if name not in self.files:
             self.files[name] = JsonLines(self._warnings, resume_step=0)
         return self.files[name]
 
     def close(self) -> None:
-        """Closes files and sinks, each within CLOSE_S seconds, and says how much was lost."""
+        """Closes files and sinks, and logs how many writes failed. Waits `CLOSE_S` seconds at most
+        for a sink."""
         for name, file in self.files.items():
             self._try(name, file.close)
         for name, sink in self.sinks.items():
-            # In a thread, since a sink may wait for the network for ever.
+            # This runs in a thread, since a sink may wait for the network for ever.
             closing = threading.Thread(target=self._try, args=(name, sink.close), daemon=True)
             closing.start()
             closing.join(CLOSE_S)
@@ -298,7 +300,7 @@ class MetricsLog:
     def _try(self, name: str, work: Callable[[], object]) -> None:
         try:
             work()
-        except Exception as error:  # a disk, a network, whatever a sink's package raises
+        except Exception as error:  # of the disk, the network, or a sink's package
             self.lost[name] += 1
             if self.lost[name] == 1:
                 log.warning("%s cannot be written (%s): the training goes on", name, line_of(error))

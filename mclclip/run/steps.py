@@ -1,9 +1,9 @@
-"""A step makes one artifact; ``make`` is the runner of all steps.
+"""A step makes one artifact; the function `make` runs every step.
 
-A verb describes what it makes as a frozen dataclass whose every field counts for the identity of
-the artifact, and calls ``make``. What changes no result (processes, devices, sizes of forward
-passes) is in the ``how`` of the call, which is never compared, or in options that say so where they
-are declared (``NO_RESULT``)::
+A verb describes its artifact as a frozen dataclass, a `Step`, and calls ``make``. All fields of the
+step and the digests of its inputs are the identity of the artifact. What changes no result, such as
+the device, is passed as ``how``, which is never compared, or is an option declared with
+``NO_RESULT``::
 
     @dataclass(frozen=True)
     class Lengths(Step[SampleIndex]):
@@ -14,7 +14,7 @@ are declared (``NO_RESULT``)::
             return {"index": how.digest}
 
         def make(self, out: Artifact, how: SampleIndex) -> Made:
-            counts = count(how, self.longest)  # an error up to here leaves nothing behind
+            counts = count(how, self.longest)  # nothing is on disk yet if this fails
             save_npy(out.begin() / "lengths.npy", counts)
             return Made({"captions": counts.sum()}, records_of(out.directory, "lengths.npy"))
 """
@@ -40,10 +40,10 @@ How = TypeVar("How", contravariant=True)
 
 @dataclass(frozen=True)
 class Made:
-    """The part of a finished artifact's manifest that its step determines.
+    """What a step returns for the manifest of its finished artifact, see `Manifest`.
 
-    records  of its files, by name, with which they are compared later
-    digest   identifies the content (None: the step and its inputs do, of which it is a function)
+    records  size and SHA-256 of each file, by name
+    digest   identifies the content (None: equal fields and inputs always give equal content)
     """
 
     counts: Mapping[str, Any]
@@ -53,26 +53,28 @@ class Made:
 
 
 class Step(ABC, Generic[How]):
-    """Makes an artifact: a frozen dataclass, whose fields and inputs are its identity."""
+    """Base class of frozen dataclasses, each of which makes one kind of artifact."""
 
     kind: ClassVar[str]
+    """Names the artifact in its manifest, such as 'clusters'."""
     all_ranks: ClassVar[bool] = False
-    """Whether all ranks call ``make`` together, or rank 0 alone does."""
+    """True: all ranks call ``make`` together. False: only rank 0 calls it."""
 
     def reads(self, how: How) -> Mapping[str, str]:
-        """Returns the digests of what the artifact is made from, by name. Rank 0 calls it."""
+        """Returns the digest of each input, such as ``{"index": "3f..."}``. Rank 0 calls it."""
         return {}
 
     @abstractmethod
     def make(self, out: Artifact, how: How) -> Made:
-        """Makes the files, and goes on with those of a call that was killed.
+        """Writes the artifact's files; resumes those of an earlier call that was killed.
 
-        Nothing on disk changes before ``out.begin()``, which returns the directory.
+        Call ``out.begin()`` before the first file: it returns the directory, made ready. An error
+        before that call leaves the disk as it was.
         """
 
 
 def identity_of(options: Any) -> Any:
-    """Returns a step or options as plain mappings and lists, without what changes no result."""
+    """Converts a step or options to mappings and lists, without the ``NO_RESULT`` fields."""
     if is_dataclass(options):
         counted = [f.name for f in fields(options) if f.metadata != NO_RESULT]
         return {name: identity_of(getattr(options, name)) for name in counted}
@@ -86,10 +88,10 @@ def identity_of(options: Any) -> Any:
 def find_artifact(
     step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTHING
 ) -> Artifact:
-    """Returns the artifact of a step as it is on disk: finished, begun or neither.
+    """Compares ``directory`` with the identity of ``step``, and writes nothing.
 
-    Writes nothing. Raises ValueError where it was made by another step or from other inputs. Call
-    it on one rank.
+    The returned artifact has a ``manifest`` if it is finished. Raises ValueError if the directory
+    holds work of another identity, unless ``force`` allows to move it aside. Call it on one rank.
     """
     inputs = dict(step.reads(how))
     return Artifact.open(
@@ -98,13 +100,13 @@ def find_artifact(
 
 
 def make(step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTHING) -> Manifest:
-    """Makes the artifact of a step in ``directory``, unless it is finished; returns its manifest.
+    """Makes the artifact of ``step`` in ``directory`` unless it is finished; returns its manifest.
 
-    Goes on with one that was begun. One of another step or of other inputs is refused with
-    ValueError, or moved aside (``force``). Rank 0 alone touches the disk, and all ranks call this,
-    or rank 0 does within ``collectives.on_main``.
+    Resumes begun work of the same identity. Raises ValueError for work of another identity; with
+    ``force`` it is moved aside instead. All ranks call this together, or rank 0 alone within
+    ``collectives.on_main``; only rank 0 compares and writes the manifest.
     """
-    from mclclip.ranks import collectives  # seconds, for torch: what a verb refuses comes before
+    from mclclip.ranks import collectives  # imports torch, which takes seconds
 
     artifact = collectives.on_main(partial(find_artifact, step, directory, how, force))
     if artifact.manifest is not None:

@@ -1,7 +1,9 @@
-"""Builds the model, engine, objective, batches and loop of one training from its options."""
+"""Opens the inputs of one training, and builds its model, objective, engine, batches and loop from
+its options; ``verbs.train`` calls it."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,23 +12,30 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.decode import Pixels
-from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
-from mclclip.data.groups import GroupedIndex, Integers
+from mclclip.data.epoch_plan import EpochPlan, total_steps
+from mclclip.data.extras import (
+    BaseFeatures,
+    EditedCaptions,
+    EqualityDigests,
+    report_edits,
+    report_equal,
+)
+from mclclip.data.groups import GroupedIndex, Integers, StageGroups
+from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Locations
 from mclclip.data.row_store import StoredRows, left_out
-from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
-from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
+from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.tokenizer import fetch_tokenizer
@@ -35,28 +44,25 @@ from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, made_of
-from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
-from mclclip.train.loop import ModelWithObjective, PeriodicEvaluation, Trainer
+from mclclip.run.artifacts import RunPaths, read_identity
+from mclclip.run.recorder import Recorder, StepProfiler
+from mclclip.run.runlog import count_of
+from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import protocol_of
 from mclclip.util.randomness import mix
+
+log = logging.getLogger("mclclip")
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 
 
 @dataclass(frozen=True)
 class StageTraining:
-    """One training, as its options decide it.
+    """The training of one stage of one variant: its options, its place in the run, its samples.
 
-    name              its option, ``base`` or ``train``
-    directory         of its artifact
-    title             name in log lines: the variant if it has groups or is their control, else the
-                      kind of the objective
-    reads_groups      batches are made of groups of pseudo labels
-    reads_image_rows  views are rows that frozen blocks, or a frozen tower, made of images once
-    cached_text       captions come as embeddings from disk
+    ``evaluate`` measures its checkpoints where its options ask for evaluations.
     """
 
     config: Config
@@ -65,68 +71,69 @@ class StageTraining:
     layout: RunPaths
     stage: int
     index: SampleIndex
-    name: str
-    directory: Path
-    title: str
-    reads_groups: bool
-    reads_image_rows: bool
-    cached_text: bool
+    evaluate: Evaluate | None = None
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        options: TrainConfig,
-        context: Context,
-        layout: RunPaths,
-        stage: int,
-        index: SampleIndex,
-    ) -> StageTraining:
-        """Training of a stage."""
-        objective = options.objective
-        groups = objective.reads.groups and stage > 0
-        return cls(
-            config, options, context, layout, stage, index,
-            name="train" if stage else "base",
-            directory=layout.train(stage),
-            title=layout.variant if groups else objective.kind,
-            reads_groups=groups and layout.variant != "ungrouped",
-            reads_image_rows=stage > 0 and config.image_rows.enabled,
-            cached_text=stage > 0 and options.reads_text_embeddings,
-        )  # fmt: skip
+    @property
+    def name(self) -> str:
+        """The option that holds its settings: ``base`` for stage 0, else ``train``."""
+        return "train" if self.stage else "base"
+
+    @property
+    def directory(self) -> Path:
+        """The directory of checkpoints, metrics and the grouped index."""
+        return self.layout.train(self.stage)
+
+    @property
+    def title(self) -> str:
+        """The name in log lines: the variant if the objective reads groups, such as
+        'random_groups', else the kind of the objective."""
+        objective = self.options.objective
+        return self.layout.variant if objective.reads.groups and self.stage else objective.kind
+
+    @property
+    def reads_groups(self) -> bool:
+        """True if each batch is made of samples that share a pseudo label."""
+        groups = self.options.objective.reads.groups and self.stage > 0
+        return groups and self.layout.variant != "ungrouped"
+
+    @property
+    def reads_image_rows(self) -> bool:
+        """True if stored outputs of frozen blocks, or of the whole frozen tower, replace images."""
+        return self.stage > 0 and self.config.image_rows.enabled
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
-        """The texts whose embeddings the training reads (``TrainConfig.stored_texts``)."""
+        """``TrainConfig.stored_texts`` after stage 0, which itself reads captions."""
         return self.options.stored_texts if self.stage > 0 else ()
 
     @cached_property
     def left_out(self) -> dict[str, np.ndarray]:
-        """Ids of the samples that the training leaves out, by reason: they lack the caption, the
-        attribute or the embedding that the objective reads.
+        """Returns the ids of the samples that lack what the objective reads, by what they lack:
+        'without_caption', 'without_attribute' or 'without_embedding'.
 
         Raises ValueError where all samples lack what the objective reads.
         """
         reads, reader = self.options.objective.reads, self.options.reader(self.name)
-        found: dict[str, np.ndarray] = {}
+        lacking: dict[str, np.ndarray] = {}
         if reads.captions:
-            found["without_caption"] = self.index.without_caption(reader)
+            lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
-            found["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "images" in reads.base:
+            lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
+        if "image_features" in reads.base:
             embedded = self.layout.embeddings(0)
-            found["without_embedding"] = left_out(embedded, len(self.index.shards))
-        return found
+            lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
+        return lacking
 
     @cached_property
     def weights(self) -> SampleWeights | None:
-        """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
+        """How often an epoch draws each sample; None: once. Raises the errors of
+        ``SampleWeights.open``."""
         plan, option = self.options.plan, f"{self.name}.plan"
         return SampleWeights.open(self.index, self.config.data, plan, option)
 
     @cached_property
     def classes(self) -> ClassLabels | AttributeClasses | None:
-        """Clusters of the stage before, or values of an attribute, by sample, for objectives that
+        """The clusters of the stage before, or the values of an attribute, for objectives that
         read them; else None. Reads and compares their files: rank 0 alone asks for it, and all
         ranks are given what it read in ``TrainingInputs``."""
         reads = self.options.objective.reads
@@ -137,25 +144,24 @@ class StageTraining:
         directory = self.layout.clusters(self.stage - 1)
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
-    @cached_property
-    def extras(self) -> list[Extra]:
-        """Further tensors of every sample, which the objective reads. Raises ValueError where the
-        index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
-        reads, made = self.options.objective.reads, list[Extra]()
+    def read_extras(self) -> list[Extra]:
+        """Returns further tensors of every sample, which the objective reads. Raises ValueError
+        where the index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
+        reads, extras = self.options.objective.reads, list[Extra]()
         if reads.digests:
             pictures = self.index if self.reads_image_rows else None
-            made.append(EqualityDigests(clean_caption, pictures))
+            extras.append(EqualityDigests(clean_caption, pictures))
         edits = next(filter(None, self.stored_texts), None)
         if reads.base - {"model"} or edits:
-            made.append(BaseFeatures(self.layout, self.index, reads.base, edits))
-        return made
+            extras.append(BaseFeatures(self.layout, self.index, reads.base, edits))
+        return extras
 
     @cached_property
     def pixels(self) -> Pixels:
-        """How images become pixels. Where ``data.pixels`` is ``auto``, a control takes what the
-        training that it controls took."""
+        """How images become pixels: 'exact' or 'fast'. If ``data.pixels`` is ``auto``, a control
+        uses the same as the training that it is compared with."""
         if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
-            original = made_of(RunPaths.of(self.config).train(self.stage)).get("config", {})
+            original = read_identity(RunPaths.of(self.config).train(self.stage)).get("config", {})
             taken: Pixels | None = original.get("data", {}).get("pixels")
             if taken is not None:  # it read pictures
                 return taken
@@ -176,162 +182,63 @@ class StageTraining:
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Files that a training reads beside its index, checked by rank 0 for all ranks."""
+    """The files that a training reads beside its index, as all ranks have opened them."""
 
     classes: ClassLabels | AttributeClasses | None
     locations: Locations
+    extras: list[Extra]
     image_rows: StoredRows | None = None
 
 
-def locations_of(job: StageTraining) -> Locations:
-    """Returns where a training reads the samples: in copies that ``relocate`` made for its groups,
-    or in the shards of the index. Raises the errors of ``Locations.open``."""
-    how, layout = job.config.relocate, job.layout
-    if not how.enabled or not job.reads_groups or layout.variant != "mcl":
-        return Locations(job.index)
-    directory = layout.relocated(job.stage, how.folder)
-    url = how.url and f"{how.url.rstrip('/')}/stage_{job.stage}"
-    return Locations.open(directory, job.index, url, job.config.data.remote)
+def read_inputs(training: StageTraining) -> TrainingInputs:
+    """Opens and checks the files that a training reads; all ranks call it.
 
-
-def trainee_of(job: StageTraining, model: Model, objective: Objective) -> ModelWithObjective:
-    """Model and objective as one module, on the device."""
-    trainee = ModelWithObjective(model, objective, job.options.precision).to(job.context.device)
-    if job.options.engine.compile == "step":
-        trainee.compile()
-    return trainee
-
-
-def engine_of(job: StageTraining, trainee: ModelWithObjective, peaks: PeakMemory) -> Engine:
-    """The engine around model and objective, with the optimizer the options name; its phases go
-    to ``peaks``."""
-    options = job.options
-    return build_engine(
-        options.engine,
-        trainee,
-        partial(build_optimizer, **options.optimizer_arguments()),
-        job.context,
-        blocks=trainee.model.blocks(),
-        precision=options.precision,
-        clip_grad_norm=options.clip_grad_norm,
-        ema_decay=options.ema_decay,
-        outside=trainee.objective.outside(),
-        phase_ended=peaks.ended,
-    )
-
-
-def objective_of(
-    job: StageTraining, model: Model, classes: ClassLabels | AttributeClasses | None
-) -> Objective:
-    """The objective, as its options build it.
-
-    Raises ValueError for a batch of one sample where batch norms are trained.
+    Rank 0 reads the small ones and sends them to the others; each rank memory-maps the large ones.
     """
-    options = job.options
-    objective = options.objective.build(
-        ObjectiveInputs(
-            model=model,
-            context=job.context,
-            seed=int(mix(job.config.seed, job.stage) >> np.uint64(33)),
-            precision=options.precision,
-            betas=options.betas,
-            eps=options.eps,
-            classes=classes,
-        )
-    )
-    modules = (*model.modules(), *objective.modules())
-    if options.global_batch == 1 and any(isinstance(m, _BatchNorm) and m.training for m in modules):
-        raise ValueError(
-            f"{job.name}.global_batch is 1, and batch norms are trained, which need several "
-            "samples: raise it"
-        )
-    return objective
+    config, index = training.config, training.index
+
+    def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
+        if edits := training.options.objective.reads.edits:
+            report_edits(edits, index, config.data, training.name)
+        classes, locations, image_rows = training.classes, _open_locations(training), None
+        if training.reads_image_rows:
+            whole = not config.writes_image_rows
+            image_rows = StoredRows.of_images(training.layout, index, whole)
+        check_shards(index.directory, index.shards, config.data)
+        return classes, locations, image_rows
+
+    extras = collectives.raise_on_every_rank(training.read_extras)
+    classes, locations, image_rows = collectives.on_main(check)
+    collectives.raise_on_every_rank(lambda: locations.table)
+    return TrainingInputs(classes, locations, extras, image_rows)
 
 
-def trainer_of(
-    job: StageTraining,
-    trainee: ModelWithObjective,
-    engine: Engine,
-    checkpoints: Checkpoints,
-    plan: EpochPlan,
-    start: int,
-    total: int,
-    evaluation: PeriodicEvaluation | None,
-    peaks: PeakMemory,
-) -> Trainer:
-    """The loop of the steps ``start`` to ``total``, with what it records and obeys."""
-    options, context = job.options, job.context
-    recorder = Recorder(
-        job.directory,
-        context,
-        name=f"stage {job.stage}",
-        global_batch=options.global_batch,
-        start=start,
-        total=total,
-        steps_per_epoch=plan.steps_per_epoch,
-        log_every=options.log_every,
-        share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
-        track=list(job.config.track),
-        config=to_tree(job.config),
-        peaks=peaks,
-        evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out,
-    )
-    limit = job.config.wall_time_s
-    deadline = None if limit is None else STARTED + limit
-    poll_s, folder = job.config.poll_s, job.directory / "profile"
-    return Trainer(
-        trainee=trainee,
-        engine=engine,
-        checkpoints=checkpoints,
-        recorder=recorder,
-        symptoms=Symptoms(trainee, engine, recorder),
-        boundary=StepBoundary(context, job.layout.run_dir, poll_s=poll_s, deadline=deadline),
-        learning_rate=partial(
-            learning_rate,
-            total_steps=total,
-            warmup_steps=round(options.warmup * total),
-            lr=options.lr,
-            schedule=options.schedule,
-        ),
-        seed_words=(job.config.seed, job.stage),
-        checkpoint_every=options.checkpoint.every,
-        steps_per_epoch=plan.steps_per_epoch,
-        profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
-        evaluation=evaluation,
-        compiles=options.engine.compile != "off",
-    )
+def _open_locations(training: StageTraining) -> Locations:
+    """Returns the places of the samples: in the copies that ``relocate`` wrote for this stage's
+    groups if the options ask for them, else in the shards of the index."""
+    options, layout = training.config.relocate, training.layout
+    if not options.enabled or not training.reads_groups or layout.variant != "mcl":
+        return Locations(training.index)
+    directory = layout.relocated(training.stage, options.folder)
+    url = options.url and f"{options.url.rstrip('/')}/stage_{training.stage}"
+    return Locations.open(directory, training.index, url, training.config.data.remote)
 
 
-def checkpoints_of(job: StageTraining, identity: str) -> Checkpoints:
-    """The checkpoints of a training, whose inputs and options have the digest ``identity``.
+def build_model(training: StageTraining, image_rows: StoredRows | None = None) -> Model:
+    """Returns the model that a stage starts from, with its locks and adapters, on its device.
 
-    It is a part of the folder's name in the mirror, so that a training with other options or inputs
-    does not find these checkpoints. Raises ValueError for a mirror inside the run directory.
-    """
-    options, folder = job.options.checkpoint, job.directory / "checkpoints"
-    if options.mirror is not None:
-        is_folder, run_dir = protocol_of(options.mirror) is None, job.layout.run_dir.resolve()
-        if is_folder and Path(options.mirror).expanduser().resolve().is_relative_to(run_dir):
-            raise ValueError(
-                f"checkpoint.mirror={options.mirror!r} lies in the run directory {run_dir}, with "
-                "which it would be lost: give a folder outside of it, on another disk"
-            )
-        inside = folder.relative_to(job.layout.run_dir)
-        mirror = f"{options.mirror.rstrip('/')}/{inside}/{identity[:12]}"
-        options = replace(options, mirror=mirror)
-    digest = {"stage": job.stage, "variant": job.layout.variant, "digest": identity}
-    return Checkpoints(folder, options, identity=digest)
-
-
-def build_model(job: StageTraining) -> Model:
-    """The model a stage starts from, with its locks and adapters, on its device.
+    With ``image_rows`` it begins after the frozen blocks whose outputs these rows are.
 
     Raises ValueError where the objective reads captions and the model has no text tower, and where
     batch norms are trained that were folded into weights.
     """
-    config, options, layout, stage = job.config, job.options, job.layout, job.stage
-    named = config.model_of(job.name)
+    config, options, layout, stage = (
+        training.config,
+        training.options,
+        training.layout,
+        training.stage,
+    )
+    named = config.model_of(training.name)
     same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
     if stage == 0 or config.trained_model is not None:
         same |= {"text": named.text, "image_weights": named.image_weights}
@@ -350,23 +257,148 @@ def build_model(job: StageTraining) -> Model:
         )
     prepare_model(model, **options.model_arguments(), seed=config.seed)
     refuse_folded_norms(model)
-    model.to(job.context.device)
+    model.to(training.context.device)
     if options.engine.compile == "model":
         model.compile_blocks()
+    if image_rows is not None:
+        collectives.raise_on_every_rank(lambda: start_from_rows(model, image_rows))
     return model
 
 
-def loader_of(
-    job: StageTraining,
-    opened: TrainingInputs,
+def build_objective(
+    training: StageTraining, model: Model, classes: ClassLabels | AttributeClasses | None
+) -> Objective:
+    """Returns the objective with its own parameters, such as class centers.
+
+    Raises ValueError for a batch of one sample if batch norms are trained.
+    """
+    options = training.options
+    objective = options.objective.build(
+        ObjectiveInputs(
+            model=model,
+            context=training.context,
+            seed=int(mix(training.config.seed, training.stage) >> np.uint64(33)),
+            precision=options.precision,
+            betas=options.betas,
+            eps=options.eps,
+            classes=classes,
+        )
+    )
+    modules = (*model.modules(), *objective.modules())
+    if options.global_batch == 1 and any(isinstance(m, _BatchNorm) and m.training for m in modules):
+        raise ValueError(
+            f"{training.name}.global_batch is 1, and batch norms are trained, which need several "
+            "samples: raise it"
+        )
+    return objective
+
+
+def build_trainer(
+    training: StageTraining,
+    inputs: TrainingInputs,
+    model: Model,
+    objective: Objective,
+    groups: StageGroups,
+    identity: str,
+    steps: int | None,
+) -> Trainer:
+    """Builds the loop of a training and loads its last checkpoint, if there is one.
+
+    identity   digest of the inputs and options, for ``build_checkpoints``
+    steps      number of steps of the whole training; None: as the options say
+    """
+    options, context, config = training.options, training.context, training.config
+    grouped, known_bad = collectives.on_main(groups.read)
+    plan = training.plan(grouped)
+    total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
+    module = ModelWithObjective(model, objective, options.precision).to(context.device)
+    if options.engine.compile == "step":
+        module.compile()
+    engine = build_engine(
+        options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
+        blocks=model.blocks(), precision=options.precision, clip_grad_norm=options.clip_grad_norm,
+        ema_decay=options.ema_decay, outside=objective.outside(),
+    )  # fmt: skip
+    checkpoints = build_checkpoints(training, identity)
+    evaluation = _build_evaluation(training, engine, plan, total)
+    start = checkpoints.resume(evaluation or engine)
+    checkpoints.best = evaluation.exported_step if evaluation else None
+    if start:
+        log.info("resumed from %s", path_of(checkpoints.directory, start))
+    log.info(
+        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
+        training.stage, training.title, count_of(total, "step"), start, plan.steps_per_epoch,
+        options.global_batch, count_of(context.world_size, "rank"),
+    )  # fmt: skip
+    recorder = Recorder(
+        training.directory, context, name=f"stage {training.stage}",
+        global_batch=options.global_batch, start=start, total=total,
+        steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
+        share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
+        track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
+        leaves_out=engine.leaves_out,
+    )  # fmt: skip
+    deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
+    run_dir, traces = training.layout.run_dir, training.directory / "profile"
+    return Trainer(
+        module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
+        evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
+        batches=build_loader(training, inputs, plan, known_bad, model, range(start, total)),
+        boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
+        learning_rate=partial(
+            learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
+            lr=options.lr, schedule=options.schedule,
+        ),
+        seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
+        profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
+        compiles=options.engine.compile != "off",
+    )  # fmt: skip
+
+
+def _build_evaluation(
+    training: StageTraining, engine: Engine, plan: EpochPlan, total: int
+) -> PeriodicEvaluation | None:
+    """Builds the evaluations within a training; None where its options ask for none."""
+    options = training.options.evaluate
+    if options.every is None:
+        return None
+    assert training.evaluate is not None, "a caller that asks for evaluations passes them"
+    every = options.every * (plan.steps_per_epoch if options.unit == "epochs" else 1)
+    return PeriodicEvaluation(engine, training.evaluate, options, every, total)
+
+
+def build_checkpoints(training: StageTraining, identity: str) -> Checkpoints:
+    """The checkpoints of a training, whose inputs and options have the digest ``identity``.
+
+    It is a part of the folder's name in the mirror, so that a training with other options or inputs
+    does not find these checkpoints. Raises ValueError for a mirror inside the run directory.
+    """
+    options, folder = training.options.checkpoint, training.directory / "checkpoints"
+    if options.mirror is not None:
+        is_folder, run_dir = protocol_of(options.mirror) is None, training.layout.run_dir.resolve()
+        if is_folder and Path(options.mirror).expanduser().resolve().is_relative_to(run_dir):
+            raise ValueError(
+                f"checkpoint.mirror={options.mirror!r} lies in the run directory {run_dir}, with "
+                "which it would be lost: give a folder outside of it, on another disk"
+            )
+        inside = folder.relative_to(training.layout.run_dir)
+        mirror = f"{options.mirror.rstrip('/')}/{inside}/{identity[:12]}"
+        options = replace(options, mirror=mirror)
+    digest = {"stage": training.stage, "variant": training.layout.variant, "digest": identity}
+    return Checkpoints(folder, options, identity=digest)
+
+
+def build_loader(
+    training: StageTraining,
+    inputs: TrainingInputs,
     plan: EpochPlan,
     known_bad: np.ndarray,
     model: Model,
     steps: range,
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
-    say_equal = steps.start == 0 and job.context.is_main
-    make = partial(_batches_of, job, opened, plan, known_bad, model, say_equal)
+    say_equal = steps.start == 0 and training.context.is_main
+    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal)
     batches = collectives.raise_on_every_rank(make, "train")
     dataset = batches.dataset
 
@@ -378,17 +410,17 @@ def loader_of(
     return Loader(
         batches,
         steps,
-        num_workers=job.config.data.num_workers,
-        timeout_s=job.config.peer_timeout_s,
+        num_workers=training.config.data.num_workers,
+        timeout_s=training.config.peer_timeout_s,
         describe=lambda step: dataset.bytes.describe(f"the batch of step {step + 1}", ids_of(step)),
-        pin_memory=choose_memory(job.context.device) == "pinned",
+        pin_memory=choose_memory(training.context.device) == "pinned",
         fresh=bool(dataset.bytes.reader.urls),
     )
 
 
-def _batches_of(
-    job: StageTraining,
-    opened: TrainingInputs,
+def _build_batches(
+    training: StageTraining,
+    inputs: TrainingInputs,
     plan: EpochPlan,
     known_bad: np.ndarray,
     model: Model,
@@ -396,32 +428,33 @@ def _batches_of(
 ) -> TrainingBatches:
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
     rows have an equal caption or picture."""
-    objective = job.options.objective
-    text = StoredRows(job.layout.text_embeddings, job.index) if job.cached_text else None
+    objective = training.options.objective
+    cached = training.stage > 0 and training.options.reads_text_embeddings
+    text = StoredRows(training.layout.text_embeddings, training.index) if cached else None
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
     train = model.preprocess_train
     dataset = TarDataset(
-        job.index,
-        job.config.data,
-        fast_transform(train) if job.pixels == "fast" else train,
+        training.index,
+        training.config.data,
+        fast_transform(train) if training.pixels == "fast" else train,
         tokenizer=fetch_tokenizer(model.tokenizer)
         if objective.reads.captions and text is None
         else None,
-        image_rows=opened.image_rows,
+        image_rows=inputs.image_rows,
         text_features=text,
-        locations=opened.locations,
-        extras=job.extras + edits,
+        locations=inputs.locations,
+        extras=inputs.extras + edits,
     )
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.reads.views,
-        sentences=job.options.sentences,
-        rank=job.context.rank,
-        world_size=job.context.world_size,
-        class_labels=opened.classes,
+        num_views=objective.reads.num_views,
+        sentences=training.options.sentences,
+        rank=training.context.rank,
+        world_size=training.context.world_size,
+        class_labels=inputs.classes,
         bad_ids=known_bad,
     )
     dataset.check()

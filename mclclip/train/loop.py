@@ -1,14 +1,14 @@
 """The training loop, which ``verbs.train`` calls and which calls an engine at every step.
 
-``Trainer.run`` is one for every method: batch, forward, backward, step, record, save; then it
-evaluates what is due, and leaves where the ranks agreed to.
+All methods share ``Trainer``. Each step it reads a batch, updates the weights, records and saves.
+Between steps it evaluates a checkpoint if one is due, and ends if the ranks agreed to leave.
 
 Everything at step t is a function of t, so a run that resumes at t repeats an uninterrupted one.
 
-At a step that is evaluated the state is saved first, and the evaluation reads that checkpoint; it
-changes nothing of the training. A checkpoint of step t holds the figures of the evaluations before
-t. So a training that resumes at a step that is evaluated evaluates it again, with the same figures,
-and goes on or ends as an undisturbed one does.
+An evaluation after step t reads the checkpoint of step t, which is saved first, and changes nothing
+of the training. That checkpoint holds the figures of earlier evaluations only. So a training that
+resumes at step t evaluates step t again, with the same figures, and then goes on or ends as an
+undisturbed one does.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from mclclip.checkpoint import Checkpoints, Stateful
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model
-from mclclip.models.transforms import normalized
+from mclclip.models.transforms import normalize
 from mclclip.objectives.base import Objective
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import seed_everything, without_limit
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run import runlog
 from mclclip.run.recorder import NotFinite, Recorder, StepProfiler
 from mclclip.train.options import EvaluateConfig
 from mclclip.train.symptoms import Symptoms
 
 log = logging.getLogger("mclclip")
 
-MIRROR_S = 60.0  # time for the mirror when the run must leave; the next start copies the rest
+# Seconds to copy checkpoints to the mirror when the run must leave; the next start copies the rest.
+MIRROR_S = 60.0
 MODEL = "model"  # name of the model within a ModelWithObjective, and so in checkpoints
 
 
 Evaluate = Callable[[int], Mapping[str, float]]
-"""Figures by name of the checkpoint of a step, the same on all ranks; all ranks call it."""
+"""Takes a step and returns the figures of its checkpoint by name, the same on all ranks. All ranks
+call it together."""
 
 
 class ModelWithObjective(nn.Module):
-    """Model and objective as one module, so that engine and optimizer see both's parameters.
+    """Model and objective as one module, so that engine and optimizer see the parameters of both.
 
-    ``precision``: ``bf16`` and ``fp16`` are autocast around the model.
+    ``precision``: under ``bf16`` and ``fp16`` the model runs in autocast.
     """
 
     def __init__(self, model: Model, objective: Objective, precision: str = "fp32") -> None:
@@ -59,9 +60,9 @@ class ModelWithObjective(nn.Module):
         self.model = model
         self.objective = objective
         self.precision = precision
-        # What the objective was given last: features without gradients, and the batch.
+        # The features of the last forward pass, without gradients, and its batch; for ``Symptoms``.
         self.seen: tuple[dict[str, Tensor], Batch] | None = None
-        # Number format of the rows that stand for images, as the model makes them.
+        # The dtype in which the model's frozen blocks return the rows that stand for images.
         self._rows_dtype: torch.dtype | None = None
         self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
         if model.first_block:
@@ -77,9 +78,11 @@ class ModelWithObjective(nn.Module):
         finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
         features: dict[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """This rank's {"loss": ..., parts}, of ``features`` where they are there already.
+        """Returns this rank's {"loss": ..., parts}.
 
-        ``finish`` makes something else of the features by name (``engines.gradient_cache``)."""
+        ``features`` are used instead of those of the batch if they are known already. ``finish``
+        takes the features by name, and its result is returned instead of a loss; both serve
+        gradient caching (``engines.gradient_cache``)."""
         if features is None:
             with self._autocast(batch.views[0].device):
                 features = self.objective.features(self.model, batch, {})
@@ -90,8 +93,8 @@ class ModelWithObjective(nn.Module):
         return parts
 
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on ``device``, in this precision's number format, views of uint8 normalised;
-        the given one is left as it is."""
+        """Returns a copy of the batch on ``device``, in the dtype of this precision. Views of uint8
+        (pixels from 0 to 255) are normalised as the model expects."""
         if self._normalization is None:
             mean, deviation = self.model.normalization
             self._normalization = mean.to(device), deviation.to(device)
@@ -101,7 +104,7 @@ class ModelWithObjective(nn.Module):
             if self._rows_dtype is not None:
                 view = view.to(self._rows_dtype)
             if view.dtype == torch.uint8:
-                view = normalized(view, *self._normalization)
+                view = normalize(view, *self._normalization)
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
         if self.precision == "float64":
@@ -120,9 +123,9 @@ class ModelWithObjective(nn.Module):
 class PeriodicEvaluation:
     """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
 
-    ``options`` name the figure that decides, ``metric``; without one, figures are only recorded.
-    An equal figure is not a better one. Checkpoints hold the figures beside the state of
-    ``engine``.
+    ``options.metric`` names the figure by which the best checkpoint is chosen; of equal figures the
+    earliest is the best. Without a metric, figures are only recorded. Checkpoints hold the figures
+    (``values``) beside the state of ``engine``.
     """
 
     engine: Stateful
@@ -132,14 +135,14 @@ class PeriodicEvaluation:
     total: int
     values: list[float] = field(default_factory=list)
 
-    def due(self, done: int) -> bool:
-        """Returns whether the checkpoint of ``done`` steps is evaluated."""
+    def is_due(self, done: int) -> bool:
+        """Returns True if the checkpoint after ``done`` steps is evaluated."""
         return done > 0 and (done % self.every == 0 or done == self.total)
 
     def measure(self, done: int) -> Mapping[str, float]:
-        """Evaluates the checkpoint of ``done`` steps.
+        """Evaluates the checkpoint after ``done`` steps and returns its figures by name.
 
-        Raises ValueError where ``metric`` is not measured.
+        Raises ValueError if ``metric`` is none of them.
         """
         figures, metric = self.evaluate(done), self.options.metric
         if metric is None:
@@ -148,9 +151,8 @@ class PeriodicEvaluation:
             raise ValueError(
                 f"evaluate.metric={metric!r} is not measured: name one of {', '.join(figures)}"
             )
-        # A resumed training evaluates its first step again.
-        before = (done - 1) // self.every
-        self.values = [*self.values[:before], float(figures[metric])]
+        num_before = (done - 1) // self.every  # a resumed training evaluates its first step again
+        self.values = [*self.values[:num_before], float(figures[metric])]
         return figures
 
     @property
@@ -163,19 +165,19 @@ class PeriodicEvaluation:
 
     @property
     def exported_step(self) -> int | None:
-        """The step whose checkpoint is kept and exported; None for the last one."""
+        """The step whose checkpoint is kept and exported; None: the last step."""
         return self.best_step if self.options.best else None
 
     @property
     def patience_is_over(self) -> bool:
-        """True where ``patience`` evaluations in a row have brought nothing better."""
+        """True if the last ``patience`` evaluations brought no better figure."""
         if self.options.patience is None or (best := self.best_step) is None:
             return False
         return len(self.values) - -(-best // self.every) >= self.options.patience
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The engine's state and the figures so far, in tensors whose shapes do not depend on their
-        number; a collective."""
+        """Returns the engine's state and the figures so far. The figures fill a tensor whose shape
+        does not depend on how many there are. A collective."""
         state = self.engine.state_dict()
         if self.options.metric is None:
             return state
@@ -185,7 +187,7 @@ class PeriodicEvaluation:
         return {**state, "evaluation.values": values, "evaluation.count": count}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Loads what ``state_dict`` returned; a collective."""
+        """Loads a state that ``state_dict`` returned; a collective."""
         state = dict(state)
         if self.options.metric is not None:
             count = int(state.pop("evaluation.count"))
@@ -195,22 +197,23 @@ class PeriodicEvaluation:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Runs the steps of one training.
+    """Runs the steps of one training, from ``recorder.start`` to ``recorder.total``.
 
-    trainee            model and objective, which the engine runs
+    module             model and objective, which the engine runs
+    batches            this rank's batches of these steps, in order
     learning_rate      step -> learning rate
     symptoms           warns of known failures
-    seed_words         integers that, with the step and the rank, seed dropout
+    seed_words         integers that seed dropout, together with the step and the rank
     checkpoint_every   steps between checkpoints
-    steps_per_epoch    steps in one pass over the plan
-    profiler           records the chosen steps
-    evaluation         evaluates the checkpoints of some steps; None: none
-    compiles           the first step compiles, for which ranks wait without a limit
-    done               steps that are done
+    profiler           traces the steps that the options name
+    evaluation         evaluates the checkpoints of some steps; None: no evaluations
+    compiles           the first step compiles the model, so ranks wait for it without a limit
+    done               number of finished steps, counted from the start of the whole training
     """
 
-    trainee: ModelWithObjective
+    module: ModelWithObjective
     engine: Engine
+    batches: Iterable[Batch]
     checkpoints: Checkpoints
     recorder: Recorder
     symptoms: Symptoms
@@ -218,80 +221,83 @@ class Trainer:
     learning_rate: Callable[[int], float]
     seed_words: tuple[int, ...]
     checkpoint_every: int
-    steps_per_epoch: int
     profiler: StepProfiler
     evaluation: PeriodicEvaluation | None = None
     compiles: bool = False
-    done: int = field(default=0, init=False)
+    done: int = field(init=False)
 
-    def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> int:
-        """Trains on ``batches``, those of the steps ``start`` to ``total`` in order; returns the
-        number of steps done in all, which are fewer where evaluations have ended the training.
+    def __post_init__(self) -> None:
+        self.done = self.recorder.start
 
-        Raises Preempted, with everything saved, where the ranks agreed to leave. Raises
-        RuntimeError, one line and on all ranks, where the training has diverged; then the state
-        that is not finite is not saved.
+    def run(self) -> int:
+        """Trains, and returns the number of the last step. It is below ``recorder.total`` if
+        evaluations ended the training early.
+
+        Raises Preempted, with everything saved, if the ranks agreed to leave. Raises RuntimeError
+        with one line, on all ranks, if the training has diverged; a state that is not finite is
+        never saved.
         """
-        objective, device, self.done = self.trainee.objective, self.engine.context.device, start
-        reading, words = self.recorder.reading(batches), self.recorder.latest
-        progress = runlog.progress(
-            reading, total=total, description=description, start=start, detail=words
-        )
-        with signals.deferred(), contextlib.closing(self.recorder), self._errors(description):
-            ended = self._evaluate(start)
-            for batch in () if ended else progress:
-                is_first, step = self.done == start, batch.step
-                with without_limit() if is_first and self.compiles else contextlib.nullcontext():
-                    # -----------------------------------------------------------------------------
-                    # One step, on every rank: batch, forward, backward, step, record, save
-                    if is_first:
-                        self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
-                    with self.profiler.step(step):
-                        batch = self.trainee.on_device(batch, device)
-                        seed_everything(*self.seed_words, step, self.engine.context.rank)
-                        self.recorder.peaks.restart()
-                        objective.begin(step, total, step / self.steps_per_epoch)
-                        self.symptoms.before(batch)
-                        lr = self.learning_rate(step)
-                        parts = self.engine.update(batch, lr)  # forward, backward, optimizer
-                        parts |= self.symptoms.figures(step + 1, parts)
-                        objective.stepped(self.trainee.model)  # momentum copies follow the weights
-                    self.symptoms.warn_of(self.recorder.take(step + 1, parts, lr))
-                    if (step + 1) % self.checkpoint_every == 0 or step + 1 == total:
-                        self._save(step + 1)
-                    self.recorder.end_epoch(step + 1)
-                    del batch  # so that the device has room while the next one is read
-                    # -----------------------------------------------------------------------------
-                self.done = step + 1
-                if self._evaluate(self.done):
-                    self.recorder.end_epoch(self.done, leaving=True)
-                    break
-                if self.done == total:
-                    continue
-                decision = self.boundary.decide()  # all ranks decide the same
-                if decision.leave is not None or decision.save:
-                    self._save(self.done)
-                if decision.leave is not None:
-                    self.checkpoints.wait(mirror_s=MIRROR_S)
-                    self.recorder.end_epoch(self.done, leaving=True)
-                    self.boundary.finish()
-                    raise decision.preempted()
+        with signals.deferred(), contextlib.closing(self.recorder), self._errors():
+            # A training that resumes at a step that is evaluated evaluates it again.
+            if not self._evaluate():
+                self._take_steps()
             decision = self.boundary.finish()
             self.checkpoints.wait()
             if decision.leave is not None:
                 raise decision.preempted()
         return self.done
 
-    def _evaluate(self, done: int) -> bool:
-        """Evaluates what ``done`` steps have made, if that is due, after it is saved; returns
-        whether the training ends here."""
-        if self.evaluation is None or not self.evaluation.due(done):
+    def _take_steps(self) -> None:
+        for batch in self.recorder.read_batches(self.batches):
+            self._step(batch)
+            if self._evaluate():
+                self.recorder.end_epoch(self.done, leaving=True)
+                return
+            if self.done == self.recorder.total:
+                continue  # so that the loader ends its workers
+            decision = self.boundary.decide()  # all ranks decide the same
+            if decision.leave is not None or decision.save:
+                self._save()
+            if decision.leave is not None:
+                self.checkpoints.wait(mirror_s=MIRROR_S)
+                self.recorder.end_epoch(self.done, leaving=True)
+                self.boundary.finish()
+                raise decision.preempted()
+
+    # ---------------------------------------------------------------------------------------------
+    # One step, on every rank: batch, forward, backward, step, record, save
+
+    def _step(self, batch: Batch) -> None:
+        objective, context, step = self.module.objective, self.engine.context, batch.step
+        compiles = self.compiles and step == self.recorder.start
+        with without_limit() if compiles else contextlib.nullcontext(), self.profiler.step(step):
+            batch = self.module.on_device(batch, context.device)
+            seed_everything(*self.seed_words, step, context.rank)  # of dropout
+            objective.begin(step, self.recorder.total, step / self.recorder.steps_per_epoch)
+            self.symptoms.before(batch)
+            lr = self.learning_rate(step)
+            parts = self.engine.update(batch, lr)  # forward, backward, optimizer
+            parts |= self.symptoms.figures(step + 1, parts)
+            objective.stepped(self.module.model)  # momentum copies follow the weights
+        self.done = step + 1
+        self.symptoms.warn_of(self.recorder.take(self.done, parts, lr))
+        if self.done % self.checkpoint_every == 0 or self.done == self.recorder.total:
+            self._save()
+        self.recorder.end_epoch(self.done)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Saves and evaluates the present state if an evaluation is due; returns True if the
+        training ends here."""
+        done = self.done
+        if self.evaluation is None or not self.evaluation.is_due(done):
             return False
-        self._save(done)
+        self._save()
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
         figures = self.evaluation.measure(done)
-        self.recorder.evaluated(done, figures, time.perf_counter() - since)
+        self.recorder.write_evaluation(done, figures, time.perf_counter() - since)
         self.checkpoints.best = self.evaluation.exported_step
         if self.evaluation.patience_is_over:
             log.info(
@@ -300,21 +306,19 @@ class Trainer:
             )  # fmt: skip
         return self.evaluation.patience_is_over
 
-    def _save(self, done: int) -> None:
-        """Saves what ``done`` steps have made, unless it is saved already."""
-        with self.recorder.peaks.phase("checkpoint"):
-            try:
-                self.checkpoints.save(done, self.evaluation or self.engine)
-            except NotFinite:
-                self.recorder.raise_if_diverged(
-                    done
-                )  # raises the first bad step since the last row, if any
-                raise
+    def _save(self) -> None:
+        """Saves the present state, unless it is saved already."""
+        try:
+            self.checkpoints.save(self.done, self.evaluation or self.engine)
+        except NotFinite:
+            # Raises the first bad step since the last row of metrics, if there is one.
+            self.recorder.raise_if_diverged(self.done)
+            raise
 
     @contextlib.contextmanager
-    def _errors(self, description: str) -> Iterator[None]:
-        """Turns errors of the block into one line for the user; of a training that has diverged it
-        waits for the checkpoint being written, a collective."""
+    def _errors(self) -> Iterator[None]:
+        """Turns errors of the block into one line for the user. Where the training has diverged,
+        waits for the checkpoint that is being written (a collective)."""
         try:
             yield
         except NotFinite as error:
@@ -330,11 +334,12 @@ class Trainer:
                 last = "the last good checkpoint, from which the same command goes on, is step "
                 last += str(saved[-1])
             raise RuntimeError(
-                f"{error} ({description}): lower lr ({self.learning_rate(error.step - 1):.3g} "
-                f"there) or {remedy}; {last} in {self.checkpoints.directory}. Other settings want "
-                "another run directory, or --force to move this training aside and make it again"
+                f"{error} ({self.recorder.name}): lower lr "
+                f"({self.learning_rate(error.step - 1):.3g} there) or {remedy}; {last} in "
+                f"{self.checkpoints.directory}. Other settings want another run directory, or "
+                "--force to move this training aside and make it again"
             ) from error
         except RuntimeError as error:
-            if (lost := failures.as_lost(error, f"in step {self.done + 1}")) is error:
+            if (lost := failures.as_lost(error, f"after step {self.done}")) is error:
                 raise
             raise lost from error

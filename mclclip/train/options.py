@@ -22,7 +22,8 @@ class EvaluateConfig:
     """Evaluations within a training, of the checkpoint at that step as it would be exported."""
 
     every: PositiveInt | None = None
-    """Steps (or epochs, see ``unit``) between two; one more follows the last step. Null: none."""
+    """Steps (or epochs, see ``unit``) between two evaluations; one more follows the last step.
+    Null: no evaluations."""
     unit: Literal["steps", "epochs"] = "steps"
     """The unit of ``every``."""
     suite: list[str] = field(default_factory=list)
@@ -83,9 +84,9 @@ class TrainConfig:
     weight_decay: NonNegativeFloat = 0.2
     """Weight decay (none on norms, biases and the logit scale)."""
     start_decay: NonNegativeFloat = 0.0
-    """Decay of the model's trained weights towards those that they start with, in the place of zero
-    (L2-SP): of their distance a step takes back this share times the learning rate, whatever the
-    optimizer. ``weight_decay`` pulls elsewhere: lower it. 0: none."""
+    """Decay of the trained weights towards the weights that the training started with, not towards
+    zero (L2-SP). Each step reduces the distance by this value times the learning rate, under every
+    optimizer. ``weight_decay`` pulls towards zero at the same time: lower it. 0: none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
     """Betas of AdamW and Lion."""
     eps: PositiveFloat = 1e-6
@@ -108,25 +109,27 @@ class TrainConfig:
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
 
     sentences: SentencesConfig | None = None
-    """Sentences of the caption in the place of the whole (null: the whole caption). A sentence ends
-    with . ! or ? before white space and a capital. The draw depends on sample and epoch alone."""
+    """Train on sentences drawn from a caption instead of the whole caption (null: the whole). A
+    sentence ends with . ! or ? before white space and a capital letter. The draw depends on sample
+    and epoch alone."""
 
     def reader(self, name: str) -> str:
-        """Name of this training's objective in messages; ``name`` is the training's option."""
+        """Returns for example 'train.objective.kind=info_nce', for messages; ``name``: 'base' or
+        'train'."""
         return f"{name}.objective.kind={self.objective.kind}"
 
     @property
     def reads_text_embeddings(self) -> bool:
-        """True where captions come as embeddings from disk (in stages after stage 0)."""
+        """True if stages after stage 0 read embeddings of captions from disk, not captions."""
         return self.objective.reads.captions and self.cached_text and not self.lock.text
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
-        """The texts whose embeddings stages after stage 0 read from disk, where `embed` puts them:
-        None stands for the captions, and the options of edits for edited captions."""
+        """The texts whose embeddings stages after stage 0 read from disk, written by `embed`. None
+        stands for the captions as they are, ``HardCaptions`` for captions edited so."""
         reads = self.objective.reads
         if not self.reads_text_embeddings:
-            return (None,) if "texts" in reads.base else ()
+            return (None,) if "text_features" in reads.base else ()
         return (None,) if reads.edits is None else (None, reads.edits)
 
     def model_arguments(self) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """Warnings of known failures of a training, each once, with the remedy.
 
-``FAILURES`` is the table: a failure is told where its condition holds in ``ROWS`` consecutive rows
-of metrics.jsonl, over at least ``STEPS`` steps and 1/50 of the training. Rows alone decide, so a
-resumed training, which reads its rows again, warns as an undisturbed one does. ``FAR_FROM_BASE`` is
-asked once, of the first step.
+``FAILURES`` is the table. A warning follows once a failure's condition has held in ``ROWS``
+consecutive rows of metrics.jsonl, over at least ``STEPS`` steps and 1/50 of the training. Only rows
+decide, so a resumed training, which reads its rows again, warns as an undisturbed one does.
+``FAR_FROM_BASE`` is checked once, at the first step.
 
-Steps that give a row have three figures more, of features that are there anyway, over all ranks:
+Steps that write a row add three figures, computed from the step's features over all ranks:
 
-    chance_loss       the loss of this batch for features that say nothing (``Objective.chance``)
+    chance_loss       the loss of this batch if all features were equal (``Objective.chance``)
     feature_spread    1 - |mean|^2 of unit features, which is the mean of 1 - cosine over all pairs
-                      of the global batch: 0 where all are one; the smaller of both sides of a pair
-    top_answer_share  of ``QUERIES`` samples that lie evenly in the global batch, the share whose
-                      nearest counterpart is the same one; the larger of both directions
+                      of the global batch: 0 if all are equal; of images and texts the smaller one
+    top_answer_share  the share of ``QUERIES`` samples, spread evenly over the global batch, that
+                      have the same nearest counterpart; of both directions the larger one
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ log = logging.getLogger("mclclip")
 
 ROWS, STEPS, SHARE = 5, 50, 50
 QUERIES = 256
-AT_CHANCE = 0.02  # relative distance of a loss from chance that counts as none
-FROM_CHANCE = (
-    0.2  # share of the way from chance to 0 that a loss must have held for a fall to count
-)
-KNOWN = 0.1  # the same of a base's loss, for a first step to be far from it
+# Shares of the way of a loss from chance to 0:
+AT_CHANCE = 0.02  # below it, nothing is learned
+FROM_CHANCE = 0.2  # a loss must have held it before a later rise counts as lost
+BASE_LEARNED = 0.1  # the base must have it for a first step to be called far from the base
 ONE_ANSWER = 0.9
 # Random weights begin with a spread of about 0.01; a training that has collapsed is below 0.001.
 ALIKE = 0.002
 AT_LIMIT, BELOW_LIMIT = 0.999, 0.9  # of the largest logit scale
-_HELD = 3  # rows in a row that a level must last to count as reached
+_HELD = 3  # consecutive rows that a level must last to count as reached
 
 Row = Mapping[str, float]
 
@@ -56,9 +55,11 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Failure:
-    """A known failure: its name, its condition in a row, and its message and remedy, in which
-    {names} are fields of the row. Healthy trainings may begin with a failure that ``may_begin``:
-    rows in which the learning rate still rises do not count for it."""
+    """A known failure: its name, its condition in a row, its message and its remedy.
+
+    {names} in message and remedy are fields of the row. ``may_begin``: a healthy training may show
+    this at its start, so rows of the warm-up do not count.
+    """
 
     name: str
     holds: Callable[[Row, Course], bool]
@@ -70,12 +71,12 @@ class Failure:
 class Course:
     """The course of a training, as its rows have shown it so far.
 
-    steps         a failure must last so many
+    steps         how many steps a failure must last
     limit         largest logit scale; None: it is not trained
     first         the first row
-    learned       how far the loss has come from chance (or, where that is not known, from the first
-                  row's loss) to 0, as a share; None where it is not known
-    most_learned  the most that it has held in ``_HELD`` rows, or was in the first
+    learned       share of the way from chance to 0 that the loss has come (from the first row's
+                  loss if chance is unknown); None if the loss is not finite
+    most_learned  the largest ``learned`` that lasted for ``_HELD`` rows, or that of the first row
     """
 
     def __init__(self, steps: int = STEPS, limit: float | None = None) -> None:
@@ -89,7 +90,7 @@ class Course:
         self._told: set[str] = set()
 
     def take(self, row: Row) -> list[Failure]:
-        """The failures that this row is the first to show for long enough."""
+        """Adds a row and returns the failures that have now lasted long enough to warn of."""
         row = {name: math.nan if value is None else value for name, value in row.items()}
         self.first = self.first or row
         from_loss = row.get("chance_loss", self.first["loss"])
@@ -116,7 +117,7 @@ class Course:
 
 
 def logit_scale(row: Row) -> float:
-    """The largest logit scale of a row, whichever term of the loss has it; 0 without one."""
+    """Returns the largest logit scale among a row's terms of the loss; 0 without one."""
     return max((v for n, v in row.items() if n.rpartition("/")[2] == "logit_scale"), default=0.0)
 
 
@@ -125,7 +126,7 @@ def _stands_at_chance(row: Row, course: Course) -> bool:
 
 
 def _is_at_limit(row: Row, course: Course) -> bool:
-    """It rose there: pretrained CLIPs begin at the limit."""
+    """Returns True if the logit scale rose to its limit; pretrained CLIPs begin there."""
     assert course.first is not None
     limit = course.limit or math.inf
     began = logit_scale(course.first) < BELOW_LIMIT * limit
@@ -139,8 +140,8 @@ def _has_lost(row: Row, course: Course) -> bool:
 
 
 def _is_far(row: Row, course: Course) -> bool:
-    known, kept = (row["chance_loss"] - row[name] for name in ("base_loss", "first_loss"))
-    return known > KNOWN * row["chance_loss"] and kept < known / 2
+    of_base, of_first = (row["chance_loss"] - row[name] for name in ("base_loss", "first_loss"))
+    return of_base > BASE_LEARNED * row["chance_loss"] and of_first < of_base / 2
 
 
 FAILURES = (
@@ -201,53 +202,55 @@ FAR_FROM_BASE = Failure(
 class Symptoms:
     """Watches one training and warns of failures, in the log and in warnings.jsonl.
 
-    ``trainee`` has ``model``, ``objective`` and ``seen``, what the objective was given last. All
-    ranks call the methods at the same steps. It changes nothing of the training.
+    ``module`` is a ``ModelWithObjective``. All ranks call the methods at the same steps. Nothing of
+    the training changes.
     """
 
-    def __init__(self, trainee: Any, engine: Engine, recorder: Recorder) -> None:
-        self.trainee, self.engine, self.recorder = trainee, engine, recorder
+    def __init__(self, module: Any, engine: Engine, recorder: Recorder) -> None:
+        self.module, self.engine, self.recorder = module, engine, recorder
         self._base: Tensor | None = None  # loss of the weights as they were given
-        self.course = Course(max(STEPS, recorder.total // SHARE), _limit(trainee))
-        for row in recorder.earlier_rows():  # what they show was told when they were written
+        self.course = Course(max(STEPS, recorder.total // SHARE), _limit(module))
+        for row in recorder.earlier_rows():  # the earlier process has warned of what they show
             self.course.take(row)
 
     def before(self, batch: Any) -> None:
-        """Before the update of the first step: finds the loss that the base has on its batch,
-        where the model computes in training something else than in evaluation.
+        """Before the first step, measures the base's loss in evaluation mode on the step's batch,
+        if batch norms or dropout make the model compute something else in training.
 
-        Not of a batch from one group, whose statistics take out of the features what all of its
-        samples share: batch norms are meant to do that in a stage of MCL.
+        Skipped for a batch of one group: there batch norms remove from the features what all
+        samples of the group share, which a stage of MCL wants.
         """
-        differs = any(map(_has_two_modes, self.trainee.model.modules()))
+        differs = any(map(_has_two_modes, self.module.model.modules()))
         if batch.step == 0 and batch.prefix_length == 0 and differs:
-            self.trainee.model.eval()
+            self.module.model.eval()
             self._base = self.engine.measure(batch)["loss"]
-            self.trainee.model.train()
+            self.module.model.train()
 
     def figures(self, done: int, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The figures of the ``done``-th step, 0-dimensional, where it gives a row; else none."""
-        (features, batch), self.trainee.seen = self.trainee.seen, None
+        """Returns the figures (0-dimensional) of step number ``done`` if it writes a row, else
+        an empty mapping."""
+        (features, batch), self.module.seen = self.module.seen, None
         base, self._base = self._base, None
-        if base is None and not self.recorder.gives_row(done):
+        if base is None and not self.recorder.is_row_due(done):
             return {}
         with torch.no_grad():
-            chance = self.trainee.objective.chance(features, batch, parts)
+            chance = self.module.objective.chance(features, batch, parts)
             if base is not None and chance is not None:
                 self._compare(parts["loss"], base, chance)
-            found = {} if chance is None else {"chance_loss": chance}
+            figures = {} if chance is None else {"chance_loss": chance}
             # Where samples of a class belong together, another's counterpart may be the nearest.
             pairs = chance is not None or batch.classes is None
-            return found | _of_features(features, pairs)
+            return figures | _of_features(features, pairs)
 
     def warn_of(self, row: Row | None) -> None:
-        """Warns of the failures that a row, if there is one, is the first to show."""
+        """Warns of the failures that have lasted long enough with this row; None: no row."""
         for failure in self.course.take(row) if row else ():
             assert row is not None
             self._warn(failure, {**row, "scale": logit_scale(row)})
 
     def _compare(self, *losses: Tensor) -> None:
-        """Warns where the losses of the first step, of the base and of chance say it began far."""
+        """Logs the losses of the first step, of the base and of chance; warns if the first step is
+        far from the base."""
         losses = tuple(each.double().reshape(()) for each in losses)
         means = collectives.all_reduce_sum(torch.stack(losses)) / collectives.world_size()
         names = "first_loss", "base_loss", "chance_loss"
@@ -264,11 +267,11 @@ class Symptoms:
         self.recorder.warn(int(row["step"]), failure.name, text)
 
 
-def _limit(trainee: nn.Module) -> float | None:
-    """The largest logit scale that the parameters which are trained may have."""
+def _limit(module: nn.Module) -> float | None:
+    """Returns the largest logit scale that training allows; None if it is not trained."""
     bounds = [
         bound
-        for module in trainee.modules()
+        for module in module.modules()
         for name, bound in getattr(module, "upper_bounds", {}).items()
         if module.get_parameter(name).requires_grad
     ]
@@ -276,7 +279,7 @@ def _limit(trainee: nn.Module) -> float | None:
 
 
 def _has_two_modes(module: nn.Module) -> bool:
-    """Returns whether a module is in training mode and computes something else in evaluation."""
+    """Returns True if a module is in training mode and computes something else in evaluation."""
     drops = isinstance(module, _DropoutNd) and module.p > 0.0
     return module.training and (drops or isinstance(module, _BatchNorm | PatchDropout))
 
@@ -285,29 +288,29 @@ def _has_two_modes(module: nn.Module) -> bool:
 
 
 def _of_features(features: Mapping[str, Tensor], pairs: bool) -> dict[str, Tensor]:
-    """Returns the spread of the features and, with ``pairs``, the share of the commonest answer
-    where an image has a counterpart: a momentum copy's features, its caption's, or its other
-    view's."""
+    """Returns ``feature_spread`` and, with ``pairs``, ``top_answer_share``. The counterpart of an
+    image is its momentum copy's feature, its caption's, or its other view's."""
     others = ("keys", "text_features", "image_features_1") if pairs else ()
     second = next((features[name] for name in others if name in features), None)
     sides = [features["image_features"]] + ([] if second is None else [second])
-    found = {"feature_spread": torch.stack([_spread(side) for side in sides]).min()}
+    figures = {"feature_spread": torch.stack([_spread(side) for side in sides]).min()}
     if len(sides) == 2 and sides[0].shape == sides[1].shape:
         cosines = _sampled(sides[0]) @ _sampled(sides[1]).T
         shares = [_top_share(cosines), _top_share(cosines.T)]
-        found["top_answer_share"] = torch.stack(shares).max()
-    return found
+        figures["top_answer_share"] = torch.stack(shares).max()
+    return figures
 
 
 def _spread(features: Tensor) -> Tensor:
-    """1 - |mean|^2 of the features [b, D] of all ranks, float64."""
+    """Returns 1 - |mean|^2 of the features [b, D] of all ranks, in float64."""
     total = collectives.all_reduce_sum(features.double().sum(dim=0))
     mean = total / (len(features) * collectives.world_size())
     return (1.0 - mean.square().sum()).clamp_min(0.0)
 
 
 def _sampled(features: Tensor) -> Tensor:
-    """[b, D] of each rank -> [n, D], rows that lie evenly in the global batch, on all ranks."""
+    """Takes each rank's features [b, D] and returns [n, D] on all ranks: at most ``QUERIES`` rows,
+    spread evenly over the global batch."""
     num = len(features) * collectives.world_size()
     places = torch.linspace(0, num - 1, min(num, QUERIES), dtype=torch.float64).long()
     rows_here = places - collectives.rank() * len(features)
@@ -318,6 +321,6 @@ def _sampled(features: Tensor) -> Tensor:
 
 
 def _top_share(cosines: Tensor) -> Tensor:
-    """The share of the rows whose largest cosine is in the commonest column."""
+    """Returns the share of the rows whose largest cosine is in the most frequent column."""
     answers = torch.bincount(cosines.argmax(dim=1), minlength=cosines.shape[1])
     return answers.max() / len(cosines)

@@ -1,9 +1,9 @@
 """Completes the commands that messages suggest, with the flags of the command that was typed.
 
-A message quotes a verb with the options that matter to it: ``'mclclip embed --stage 0 --force'``.
-When the message is shown (as an error line or in the log), ``complete`` adds the configuration and
-the options that name the user's run. A message that suggests the user's own command with a changed
-or added word gets it from ``words_of`` and ``again``.
+A message quotes a command without the run: ``'mclclip embed --stage 0 --force'``. When the message
+is shown, as an error line or in the log, ``complete`` adds the words that name the user's run, such
+as ``--config ucm``. To suggest the command that the user typed with one word changed, a message
+takes it from ``words_of`` and changes it with ``again``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from types import MappingProxyType
 
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
-_READ_LABELS = ("train", "relocate")  # of a stage, which 'cluster' makes in the stage before
+# These verbs read labels that 'mclclip cluster' has made one stage earlier.
+_READ_LABELS = ("train", "relocate")
 
 
 class _Typed:
-    """The command of this process; a call from Python has none."""
+    """The command that started this process (see ``remember``); empty for a call from Python."""
 
     verb = ""
-    words: tuple[str, ...] = ()  # after ``mclclip``, ``--flag=value`` as two
-    run: tuple[str, ...] = ()  # that name the run to verbs of ``readers``
-    # Verbs that read a configuration, and whether they must be given a stage.
+    words: tuple[str, ...] = ()  # after ``mclclip``; ``--flag=value`` is split into two words
+    run: tuple[str, ...] = ()
     readers: Mapping[str, bool] = MappingProxyType({})
 
 
@@ -36,10 +36,12 @@ def remember(
     run: Sequence[str] = (),
     readers: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Notes the command that was typed; without words it is forgotten.
+    """Stores the command that was typed; empty arguments make this module forget it.
 
-    run      the words by which verbs that read a configuration find the same run: ``--config ucm``
-    readers  these verbs, and whether they must be given a stage
+    verb     for example 'train'
+    words    all words after ``mclclip``
+    run      the words that name the user's run to another verb, such as ('--config', 'ucm')
+    readers  every verb that reads a configuration -> whether the verb requires --stage
     """
     _Typed.verb, _Typed.run, _Typed.readers = verb, tuple(run), readers
     split = (word.split("=", 1) if re.match(r"--[a-z-]+=", word) else [word] for word in words)
@@ -47,8 +49,12 @@ def remember(
 
 
 def words_of(verb: str, *first: object, **flags: object) -> list[str]:
-    """The words of the command that calls ``verb``: those typed, or for a call from Python those
-    with the same arguments. ``first`` have no flag; a list repeats its flag for each value."""
+    """Returns the words of the command that runs ``verb``, beginning with 'mclclip'.
+
+    If the user typed this verb, these are the typed words. After a call from Python they are built
+    from its arguments: ``first`` come without a flag, ``flags`` as ``--name value``; a list repeats
+    its flag for each value.
+    """
     if _Typed.verb == verb:
         return ["mclclip", *_Typed.words]
     words = ["mclclip", verb, *map(str, first)]
@@ -64,15 +70,15 @@ def words_of(verb: str, *first: object, **flags: object) -> list[str]:
 
 
 def again(command: Sequence[str], *words: object, instead: Path | None = None) -> str:
-    """The command with other ``words``, quoted for a shell, with urls without their queries.
+    """Returns ``command`` with some words changed, quoted for a shell, without queries of urls.
 
-    The words replace the path ``instead`` if it stands first; otherwise they are a flag and its
-    value, which replace those of the same flag.
+    With ``instead``, ``words`` take the place of that path. Otherwise ``words`` are a flag with its
+    value: they replace the value that the command has for this flag, or are added at the end.
     """
     new, typed = [str(word) for word in words], [*command]
     if instead is not None:
-        first = [n for n, word in enumerate(typed) if Path(word) == instead][:1]
-        for at in first:
+        at = next((n for n, word in enumerate(typed) if Path(word) == instead), None)
+        if at is not None:
             typed[at : at + 1] = new
         return _shown(typed)
     if new[0] in typed:
@@ -82,10 +88,13 @@ def again(command: Sequence[str], *words: object, instead: Path | None = None) -
 
 
 def complete(text: str) -> str:
-    """Completes every command in the text with the run that was typed, and with a stage if its verb
-    needs one: the stage of a folder in the text, or else the typed one."""
+    """Completes every quoted command in a message so that the user can paste it.
 
-    def completed(offer: re.Match[str]) -> str:
+    Adds the words that name the user's run, and, if the verb requires it, ``--stage``: the stage of
+    a folder that the text names (``stage_1/``), or else the stage that the user typed.
+    """
+
+    def complete_command(offer: re.Match[str]) -> str:
         verb, words = offer.groups()
         if "--data CONFIG" in words and _Typed.run[:1] == ("--config",):
             return offer[0].replace("CONFIG", _shown(_Typed.run[1:]))
@@ -98,7 +107,7 @@ def complete(text: str) -> str:
         parts = ("mclclip", verb, run, stage, variant, words.strip())
         return "'" + " ".join(filter(None, parts)) + "'"
 
-    return _OFFERED.sub(completed, text)
+    return _OFFERED.sub(complete_command, text)
 
 
 def _shown(words: Sequence[str]) -> str:
@@ -108,13 +117,13 @@ def _shown(words: Sequence[str]) -> str:
 
 
 def _stage(verb: str, text: str) -> str:
-    if not _Typed.readers[verb]:  # such a verb has another meaning without a stage
+    """Returns for example '--stage 1' for the suggested ``verb``, or '' (see ``complete``)."""
+    if not _Typed.readers[verb]:  # without --stage the verb does something else: add it with care
         folder = re.search(rf"stage_(\d+)/{verb}\b", text)
         return f"--stage {folder[1]}" if folder else ""
     if folder := re.search(r"stage_(\d+)/(\w+)", text):
-        return (
-            f"--stage {int(folder[1]) - (folder[2] == 'pseudo_labels')}"  # made by the one before
-        )
+        made_one_earlier = folder[2] == "pseudo_labels"
+        return f"--stage {int(folder[1]) - made_one_earlier}"
     if "--stage" in _Typed.words[:-1]:
         typed = _Typed.words[_Typed.words.index("--stage") + 1]
         if verb == "cluster" and _Typed.verb in _READ_LABELS and typed.isdecimal():

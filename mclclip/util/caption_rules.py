@@ -1,20 +1,21 @@
 """Rules that edit an English caption so that it is no longer true of its picture.
 
-A rule lists all its edits of a caption, one word or phrase changed in each: ``RULES`` by name. The
-words are in ``caption_words.json``. Rules are narrow: a caption that one is not sure of gets none.
+A rule (see ``RULES``) lists all edits that it can make of a caption. Each edit changes one word or
+phrase. The word lists are in ``caption_words.json``. A rule makes no edit where it is not sure that
+the result is false.
 
-colour    another colour; animals, hair and rocks get one that they may have
+colour    another colour; for animals, hair and rocks a colour that they can have in nature
 number    another number, of two to eight
 size      the opposite size
 material  another material, before the thing that is made of it
-spatial   the opposite place: in front of, behind, above, under, into, ...
-action    another activity in the same form: sits, running, throwing a ball, ...
+spatial   the opposite place: "in front of" becomes "behind", "above" becomes "under", ...
+action    another activity in the same form: "sits" becomes "stands", ...
 swap      two things exchange their colours, sizes or materials
 negation  "not" after is and are, "not wearing", or "without a"
 
-The idea is that of SugarCrepe (Hsieh et al., 2023) and NegCLIP (Yuksekgonul et al., 2023), which
-ask language models or parsers for the words; here nothing is drawn from a model, so that an edit is
-the same on every machine.
+The idea is that of SugarCrepe (Hsieh et al., 2023) and NegCLIP (Yuksekgonul et al., 2023). These
+ask language models or parsers for the words; here no model is used, so an edit is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mclclip.util.options import STRICT, nearest
 from mclclip.util.randomness import mix
 
 _WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*|\d+")
-_MOST_WORDS = 256  # of a text that edits are looked for in
+_MOST_WORDS = 256  # only the first so many words of a caption are edited
 
 
 @cache
@@ -46,14 +47,18 @@ def _lists(name: str) -> Any:
 
 @cache
 def _table(name: str, key: str) -> dict[str, str]:
-    """Word -> the family that it belongs to."""
+    """Maps a word to its family: ``_table("colour", "families")["crimson"]`` is "red"."""
     return {word: family for family, words in _lists(name)[key].items() for word in words}
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A changed caption: ``text``, by which ``rule``, and the ``phrases`` (lower case) that it says
-    and the caption does not."""
+    """A changed caption.
+
+    rule     the rule that made it, for example 'colour'
+    text     the changed caption
+    phrases  lower-case words or phrases that make it false: the new word and words of equal meaning
+    """
 
     rule: str
     text: str
@@ -61,12 +66,12 @@ class Edit:
 
 
 class _Words:
-    """The words of a caption, lower case; indices outside are empty words."""
+    """The lower-case words of a caption; an index out of range gives an empty word."""
 
     def __init__(self, caption: str) -> None:
         self.caption = caption
-        self.found = list(itertools.islice(_WORD.finditer(caption), _MOST_WORDS))
-        self.words = [match[0].lower() for match in self.found]
+        self.matches = list(itertools.islice(_WORD.finditer(caption), _MOST_WORDS))
+        self.words = [match[0].lower() for match in self.matches]
 
     def __len__(self) -> int:
         return len(self.words)
@@ -79,25 +84,27 @@ class _Words:
         return frozenset(self.words)
 
     def after(self, number: int) -> str:
-        """The next word, empty where a mark stands between."""
+        """The word after the ``number``-th one; empty if a punctuation mark stands between them."""
         if not 0 <= number < len(self) - 1:
             return ""
-        between = self.caption[self.found[number].end() : self.found[number + 1].start()]
+        between = self.caption[self.matches[number].end() : self.matches[number + 1].start()]
         return "" if between.strip() else self[number + 1]
 
     def content(self, number: int) -> str:
-        """The word after the ``number``-th one; empty where there is none, and for a function word
-        or a number."""
+        """Like ``after``, but empty if the next word is a function word or a number."""
         word = self.after(number)
         return "" if word in _lists("functions") or word.isdigit() else word
 
-    def changed(self, changes: Mapping[tuple[int, int], str]) -> str:
-        """The caption with words [first, stop) replaced; capitals and "a" or "an" are kept right.
-        An empty stretch inserts before its word."""
+    def replace(self, changes: Mapping[tuple[int, int], str]) -> str:
+        """Returns the caption with the words of each range (first, stop) replaced.
+
+        An empty range (n, n) inserts before word n. Capitals, and "a" or "an" before the new word,
+        are adapted.
+        """
         text, at = "", 0
         for (first, stop), new in sorted(changes.items()):
-            start = self.found[first].start()
-            end = self.found[stop - 1].end() if stop > first else start
+            start = self.matches[first].start()
+            end = self.matches[stop - 1].end() if stop > first else start
             old = self.caption[start:end]
             if old[:1].isupper():
                 new = new.upper() if old.isupper() and len(old) > 1 else new[:1].upper() + new[1:]
@@ -109,29 +116,32 @@ class _Words:
         return text + self.caption[at:]
 
 
-_Made = tuple[str, tuple[str, ...]]
-"""A changed caption, and the phrases that are new in it."""
+_Changed = tuple[str, tuple[str, ...]]
+"""``Edit.text`` and ``Edit.phrases``."""
 
 
 def _instead(
     words: _Words, first: int, stop: int, others: Mapping[str, Sequence[str]]
-) -> Iterator[_Made]:
-    """Yields the caption with each of ``others`` in place of words [first, stop), and the phrases
-    that mean the same. Others that the caption has already, in whatever words, are skipped."""
+) -> Iterator[_Changed]:
+    """Yields one changed caption for each replacement of the words [first, stop).
+
+    ``others`` maps a replacement to phrases that mean the same. A replacement is skipped if the
+    caption already contains it or one of these phrases.
+    """
     for other, phrases in others.items():
         if not {*other.split()} <= words.present and not words.present & {*phrases}:
-            yield words.changed({(first, stop): other}), (other, *phrases)
+            yield words.replace({(first, stop): other}), (other, *phrases)
 
 
 def _also(*others: str) -> dict[str, Sequence[str]]:
-    """Each word or phrase with those that mean the same."""
+    """Maps each replacement to the phrases that mean the same, as ``_instead`` takes them."""
     return {other: _lists("also").get(other, ()) for other in others}
 
 
 # --- rules -------------------------------------------------------------------------------------
 
 
-def _colour(words: _Words) -> Iterator[_Made]:
+def _colour(words: _Words) -> Iterator[_Changed]:
     lists, families = _lists("colour"), _table("colour", "families")
     present = {families[word] for word in words.words if word in families}
     if words.present & {*lists["not_in"]}:
@@ -147,7 +157,7 @@ def _colour(words: _Words) -> Iterator[_Made]:
 
 
 def _thing(words: _Words, number: int) -> str:
-    """The thing that a colour is of: the next word that is no further attribute."""
+    """The thing that colour word ``number`` describes: 'car' in "a red shiny car"."""
     passed = {*_lists("colour")["passed"], *_table("colour", "families")}
     while (word := words.after(number)) in passed:
         number += 1
@@ -155,8 +165,8 @@ def _thing(words: _Words, number: int) -> str:
 
 
 def _is_colour(words: _Words, number: int) -> bool:
-    """Returns True if the word, a colour's name, gives the colour of something that could have
-    another."""
+    """Returns True if colour word ``number`` can be exchanged: not in "orange juice", nor in "a
+    black man"."""
     before, after, thing = words[number - 1], words.after(number), _thing(words, number)
     lists = _lists("colour")
     if before in lists["not_after"] or {after, thing} & {*lists["not_before"]}:
@@ -166,7 +176,7 @@ def _is_colour(words: _Words, number: int) -> bool:
     return thing not in _lists("people")  # not "a black man", but "a man in black"
 
 
-def _number(words: _Words) -> Iterator[_Made]:
+def _number(words: _Words) -> Iterator[_Changed]:
     lists = _lists("number")
     values = lists["values"]
     if words.present & {*lists["not_in"]}:
@@ -179,17 +189,17 @@ def _number(words: _Words) -> Iterator[_Made]:
                 yield from _instead(words, number, number + 1, near)
 
 
-def _size(words: _Words) -> Iterator[_Made]:
+def _size(words: _Words) -> Iterator[_Changed]:
     lists, people = _lists("size"), {*_lists("people")}
     for number, word in enumerate(words.words):
         thing = words.content(number)
         if word in lists["pairs"] and thing and thing not in lists["not_before"]:
-            of_people = people & {thing, words.content(number + 1)}  # little people are young
+            of_people = people & {thing, words.content(number + 1)}  # "little" then means young
             others = lists["with_people" if of_people else "pairs"].get(word, [])
             yield from _instead(words, number, number + 1, _also(*others))
 
 
-def _material(words: _Words) -> Iterator[_Made]:
+def _material(words: _Words) -> Iterator[_Changed]:
     lists, families = _lists("material"), _table("material", "families")
     for number, word in enumerate(words.words):
         thing = words.content(number)
@@ -200,7 +210,7 @@ def _material(words: _Words) -> Iterator[_Made]:
                 yield from _instead(words, number, number + 1, meant)
 
 
-def _spatial(words: _Words) -> Iterator[_Made]:
+def _spatial(words: _Words) -> Iterator[_Changed]:
     instead = _lists("spatial")["instead"]
     for first in range(len(words)):
         for stop in (first + 3, first + 2, first + 1):
@@ -227,7 +237,7 @@ def _is_place(words: _Words, first: int, stop: int, phrase: str) -> bool:
     return bool(words.content(stop - 1)) and after not in lists["never_before"]
 
 
-def _action(words: _Words) -> Iterator[_Made]:
+def _action(words: _Words) -> Iterator[_Changed]:
     verbs = _lists("action")["forms"]
     forms = {form: (verb, n) for verb, words_of in verbs.items() for n, form in enumerate(words_of)}
     for number, word in enumerate(words.words):
@@ -238,12 +248,14 @@ def _action(words: _Words) -> Iterator[_Made]:
             for other in _activities(words, number, verb):
                 if not words.present & {*verbs[other]}:
                     phrases = (*verbs[other], *_lists("also").get(other, ()))
-                    yield words.changed({(number, number + 1): verbs[other][form]}), phrases
+                    yield words.replace({(number, number + 1): verbs[other][form]}), phrases
 
 
 def _is_verb(words: _Words, number: int, form: int) -> bool:
-    """Returns True if the word, a verb's base (0), its form with s (1) or with ing (2), is a verb
-    here."""
+    """Returns True if the word is used as a verb here (a "walk" may be a noun).
+
+    ``form``: 0 for the base (walk), 1 with s (walks), 2 with ing (walking).
+    """
     lists, before = _lists("action"), words[number - 1]
     if form == 2:
         return before not in lists["not_after"] or before in ("and", "of")
@@ -254,7 +266,7 @@ def _is_verb(words: _Words, number: int, form: int) -> bool:
 
 
 def _activities(words: _Words, number: int, verb: str) -> Sequence[str]:
-    """Verbs that may stand in place of ``verb`` without making the rest of the sentence odd."""
+    """Verbs that can replace ``verb``, word ``number``, so that the sentence stays natural."""
     lists, after = _lists("action"), words.after(number)
     follows = {*words.words[number + 1 : number + 5]}
     if verb in lists["faces"] and after in ("", "and", "while", "as", "in", "on"):
@@ -272,7 +284,7 @@ def _activities(words: _Words, number: int, verb: str) -> Sequence[str]:
     return ()
 
 
-def _swap(words: _Words) -> Iterator[_Made]:
+def _swap(words: _Words) -> Iterator[_Changed]:
     colours, materials = _table("colour", "families"), _table("material", "families")
     sizes = {size: size for size in _lists("swap")["sizes"]}
     near = [{*pair} for pair in _lists("colour")["close"]]
@@ -294,27 +306,27 @@ def _swap(words: _Words) -> Iterator[_Made]:
                 or first.rstrip("s") == second.rstrip("s")
             )
             if not alike:
-                new = words.changed({(i, i + 1): words[j], (j, j + 1): words[i]})
+                new = words.replace({(i, i + 1): words[j], (j, j + 1): words[i]})
                 yield new, (f"{words[j]} {first}", f"{words[i]} {second}")
 
 
-def _negation(words: _Words) -> Iterator[_Made]:
+def _negation(words: _Words) -> Iterator[_Changed]:
     lists = _lists("negation")
     if words.present & {*lists["already"]} or "n't" in words.caption:
         return
     for number, word in enumerate(words.words[1:], 1):
         before, after = words[number - 1], words.after(number)
         if word in ("is", "are") and after.endswith("ing") and before != "there":
-            yield words.changed({(number + 1, number + 1): "not"}), (f"not {after}",)
+            yield words.replace({(number + 1, number + 1): "not"}), (f"not {after}",)
         if word == "wearing" and before not in ("is", "are"):
-            yield words.changed({(number, number): "not"}), ("not wearing",)
+            yield words.replace({(number, number): "not"}), ("not wearing",)
         if word == "with" and after in ("a", "an") and before not in lists["without_not_after"]:
             held = words.after(number + 1)
             if held not in lists["without_not_before"] and not before.endswith("ed"):
-                yield words.changed({(number, number + 1): "without"}), (f"without {after} {held}",)
+                yield words.replace({(number, number + 1): "without"}), (f"without {after} {held}",)
 
 
-RULES: Mapping[str, Callable[[_Words], Iterator[_Made]]] = {
+RULES: Mapping[str, Callable[[_Words], Iterator[_Changed]]] = {
     "colour": _colour,
     "number": _number,
     "size": _size,
@@ -326,11 +338,11 @@ RULES: Mapping[str, Callable[[_Words], Iterator[_Made]]] = {
 }
 
 
-# --- what is asked of them ---------------------------------------------------------------------
+# --- edits of a picture's captions -------------------------------------------------------------
 
 
 def check_rules(names: Sequence[str]) -> list[str]:
-    """The names as a list. ValueError, with the nearest ones, for one that is no rule."""
+    """Returns the names of rules as a list; ValueError for an unknown, repeated or missing name."""
     for name in names:
         if name not in RULES:
             near = ", ".join(nearest(name, RULES))
@@ -341,19 +353,20 @@ def check_rules(names: Sequence[str]) -> list[str]:
 
 
 def all_edits(rule: str, caption: str) -> list[Edit]:
-    """Every edit that a rule has for a caption, in the order of its words; none where it fits
-    nothing. KeyError for a rule that is not in ``RULES``."""
+    """Every edit that a rule makes of a caption, in the order of the words; maybe none."""
     return [Edit(rule, text, phrases) for text, phrases in RULES[rule](_Words(caption))]
 
 
 def spoken(text: str) -> str:
-    """The words of a text in lower case, joined by single spaces, to compare two texts by words."""
+    """Normalizes a text for comparison by words: "A red, old car" gives " a red old car "."""
     return f" {' '.join(_Words(html.unescape(text)).words)} "
 
 
 def false_edits(rule: str, captions: Sequence[str], number: int) -> list[Edit]:
-    """The edits of caption ``number`` that no other caption of the picture makes true: none has the
-    same words, and none has a phrase that is new in the edit."""
+    """The edits of caption ``number`` that are false according to the picture's other captions.
+
+    An edit is dropped if another caption has the same words, or contains one of its ``phrases``.
+    """
     others = [spoken(text) for n, text in enumerate(captions) if n != number]
     return [
         edit
@@ -366,10 +379,10 @@ def false_edits(rule: str, captions: Sequence[str], number: int) -> list[Edit]:
 def draw(
     rules: Sequence[str], captions: Sequence[str], number: int, key: int, count: int
 ) -> list[Edit]:
-    """Up to ``count`` different edits of caption ``number``, fewer where the rules have no more.
+    """Draws up to ``count`` different ``false_edits`` of caption ``number``.
 
-    ``key``, 64 random bits, orders the rules and the edits of each: first one of each rule that
-    fits, then a second one of each, and so on. See ``false_edits`` for those that count.
+    ``key`` (64 random bits) puts the rules, and each rule's edits, into a random order. The first
+    edit of every rule comes first, then the second of every rule, and so on.
     """
     order = sorted(rules, key=lambda rule: int(mix(key, [*RULES].index(rule))))
     queues = []
@@ -384,19 +397,19 @@ def draw(
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class HardCaptions:
-    """Captions that are wrong for their picture: further texts that images are compared with."""
+    """Hard captions: false captions that images are compared with, in addition to the true ones."""
 
     rules: list[str] | None = None
     """Rules that edit a sample's caption: some of colour, number, size, material, spatial, action,
     swap and negation, which are for English sentences (null: all)."""
     per_caption: Annotated[int, Field(ge=1, le=16)] = 1
-    """Edits of a sample's caption; fewer where the rules have no more."""
+    """Largest number of edits of a sample's caption; some captions allow fewer."""
     scope: Literal["own", "global"] = "own"
-    """``own``: an image is held against the edits of its own caption; ``global``: against those of
-    all samples of its group in the global batch, as NegCLIP."""
+    """``own``: an image is compared with the edits of its own caption; ``global``: with those of
+    all samples of its group in the global batch, as in NegCLIP."""
     field: str | None = None
-    """Field of the samples' .json that has wrong captions, a string or a list of strings, instead
-    of the rules."""
+    """Field of the samples' .json that holds false captions (a string or a list of strings), which
+    are used instead of the rules."""
 
     def __post_init__(self) -> None:
         if self.field is not None and self.rules is not None:
@@ -408,10 +421,11 @@ class HardCaptions:
 
     @property
     def rule_names(self) -> tuple[str, ...]:
-        """The rules, none where a field is read."""
+        """The names of the rules that are applied; none if ``field`` is set."""
         return () if self.field is not None else tuple(self.rules or RULES)
 
     @property
     def drawn_by(self) -> tuple[object, ...]:
-        """The options that decide which edits are drawn; equal ones share stored embeddings."""
+        """The options that decide which edits are drawn. Trainings for which they are equal share
+        stored text features."""
         return self.rule_names, self.per_caption, self.field

@@ -1,10 +1,10 @@
-"""Atomic file writes, documents and paths that others wrote, and digests.
+"""Writes files atomically, reads documents and paths that strangers wrote, and computes digests.
 
 A process may be killed at any instruction. So a file that another process reads is written under a
 temporary name and then renamed: readers see either the old file or the complete new one.
 
-All JSON that mclclip reads is parsed here (YAML: ``config/plain_yaml.py``), because a small
-document of a stranger can ask for much: one of 5,000 levels exhausts the stack of what walks it.
+All JSON is parsed here (YAML in ``config/plain_yaml.py``), because even a small document of a
+stranger can do harm: code that walks lists nested 5,000 levels deep exhausts its stack.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ import numpy as np
 
 log = logging.getLogger("mclclip")
 
-# Errors of a disk that takes no more.
+# Error numbers that mean that a disk cannot be written: full, over quota, too large, read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 MAX_DEPTH = 64
-"""Levels of mappings and lists that a document may have."""
+"""Mappings and lists of a document may be nested so many levels deep."""
 
 MAX_JSON_BYTES = 1 << 28
 MAX_MODEL_JSON_BYTES = 1 << 23
-_CLOSING = "\"')]},.:;"  # what may follow a url in a sentence
+_CLOSING = "\"')]},.:;"  # characters that may follow a url in a sentence
 
 # --- atomic writes ---------------------------------------------------------------------------
 
 
 @contextmanager
 def with_path_in_errors(path: Path) -> Iterator[None]:
-    """Adds ``path`` to the errors of a full disk, which name no file if it was already open."""
+    """Adds ``path`` to errors of a full disk: the system names no file if it was already open."""
     try:
         yield
     except OSError as error:
@@ -56,8 +56,8 @@ def with_path_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def full_disk_names(directory: Path, option: str) -> Iterator[None]:
-    """Changes the error of a full disk below ``directory`` into a ValueError whose remedy is the
-    ``option`` that names this folder, instead of another run_dir. All ranks get it."""
+    """Turns the error of a full disk below ``directory`` into a ValueError that tells the user to
+    set ``option``, for example 'relocate.folder', which names this folder."""
     try:
         yield
     except OSError as error:
@@ -73,17 +73,18 @@ def full_disk_names(directory: Path, option: str) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write, which replaces ``path`` after the block (fsync, then rename).
+    """Yields a file to write. After the block it replaces ``path`` (fsync, then rename).
 
-    Where the block ends with an error, ``path`` does not change.
+    If the block raises an error, ``path`` stays as it was.
     """
     path = Path(path)
     with with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # With the host name: processes on two nodes that run containers may have equal numbers.
+        # The host is part of the name, since processes in containers on two nodes can have the same
+        # number.
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
-            # The name can be guessed, so whatever lies there is removed, not written through.
+            # Somebody may have put a link there, since the name can be guessed: remove it.
             temporary.unlink(missing_ok=True)
             with open(temporary, "xb") as file:
                 yield file
@@ -107,18 +108,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts what JSON cannot hold: a path to text, a numpy number to a number."""
+    """Converts a path to text and a numpy number to a number, since JSON cannot hold them."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} does not fit into JSON: {value!r}")
+    assert isinstance(value, np.generic), f"{value!r} does not fit into JSON"
+    return value.item()
 
 
 @contextmanager
 def damaged_if_unreadable(path: Path, again: str) -> Iterator[None]:
-    """Turns every error of reading a run's file into RuntimeError: one line with the path and
-    ``again``, which says how to make the file again. FileNotFoundError passes."""
+    """Turns errors in reading a run's file into a RuntimeError that names ``path``.
+
+    ``again`` tells the user how to make the file again: "run 'mclclip embed --force'". A
+    FileNotFoundError is not changed.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -129,12 +132,12 @@ def damaged_if_unreadable(path: Path, again: str) -> Iterator[None]:
 
 
 def as_json(value: Any) -> Any:
-    """``value`` after a round trip through JSON: lists for tuples, text for paths."""
+    """``value`` after a round trip through JSON: tuples become lists, paths become text."""
     return json.loads(json.dumps(value, default=_plain))
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes a rename in ``directory`` durable."""
+    """Makes a rename in ``directory`` survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,19 +146,22 @@ def fsync_directory(directory: Path) -> None:
 
 
 def now() -> str:
-    """The time in UTC in ISO format, to the second."""
+    """The time in UTC, such as 2026-11-27T13:41:47+00:00."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def needed(module: str, what: str, install: str) -> Any:
-    """A module of an optional package. ValueError, in one line that says that ``what`` needs it and
-    how to ``install`` it, where it is not there."""
+    """Imports a module of an optional package.
+
+    If the package is missing, raises a ValueError that says what needs it (``what``, for example
+    'a picture') and how to install it (``install``, for example "pip install 'mclclip[analyse]'").
+    """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
-            raise  # the package is there, and something that it needs is not
+            raise  # the package is installed; another package, which it needs, is missing
         raise ValueError(
             f"{what} needs the package {package}, which is not installed: {install}"
         ) from None
@@ -168,8 +174,11 @@ def nearest_existing(path: Path) -> Path:
 
 
 def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, advice: str) -> None:
-    """Raises ValueError if the disk of ``folder`` has no room for ``num_bytes`` without the files
-    ``done``, which are there already."""
+    """Raises ValueError if the disk of ``folder`` has no room for ``num_bytes``, of which the files
+    ``done`` are already written.
+
+    ``what`` names the files, and ``advice`` says what to do, both for the message.
+    """
     gib = (num_bytes - sum(path.stat().st_size for path in done)) / 2**30
     free = shutil.disk_usage(nearest_existing(folder)).free / 2**30
     if gib > free:
@@ -180,9 +189,10 @@ def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, ad
 
 
 def move_aside(directory: Path, name: str | None = None) -> Path:
-    """Renames a directory to ``NAME.old-N`` with the first free N, logs and returns the new path.
+    """Renames a directory out of the way; logs and returns the new path.
 
-    With ``name`` it becomes the first free one of ``name``, ``name_2``, ``name_3`` ...
+    ``train`` becomes ``train.old-1``, or the next free number. With ``name`` it becomes the first
+    free one of ``name``, ``name_2``, ``name_3`` ...
     """
     number, stem = 1, f"{name}_" if name else f"{directory.name}.old-"
     aside = directory.with_name(name or f"{stem}1")
@@ -204,17 +214,17 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def open_own(path: Path, mode: Literal["r", "w"]) -> TextIO:
-    """Opens a file of a run that may lie in a folder where others write too, to read or to write
-    (``w``: made where it is missing, and emptied).
+    """Opens a file of a run to read or (``w``, as ``open``) to write, in a folder where other users
+    may write too.
 
-    Raises RuntimeError, one line, for a symbolic link, for a file of several names when it is
-    written, and for what is no file: following what somebody planted would empty another file.
+    Raises RuntimeError for a symbolic link, for a folder or device, and, to write, for a file with
+    several names (hard links): somebody may have put it there so that another file is emptied.
     """
     flags = os.O_RDONLY if mode == "r" else os.O_WRONLY | os.O_CREAT
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EMLINK):  # EMLINK: of BSD
+        if error.errno not in (errno.ELOOP, errno.EMLINK):  # BSD reports a link as EMLINK
             raise
         raise RuntimeError(
             f"{path} is a symbolic link, which is not followed: remove it, or use another run_dir"
@@ -235,39 +245,43 @@ def open_own(path: Path, mode: Literal["r", "w"]) -> TextIO:
 
 
 class Refused(ValueError):
-    """Says what is wrong with a document, without its name, which comes before it."""
+    """Says what is wrong with a document, such as "has the key 'a' twice". Its reader catches it
+    and puts the name of the document before it."""
 
 
 def read_json(path: Path, *, unique_keys: bool = False) -> Any:
-    """The content of a JSON file; see ``parse_json``, whose errors name the file."""
+    """Reads a JSON file; ``parse_json`` describes the errors, which name the file."""
     return parse_json(read_bounded(path, MAX_JSON_BYTES), str(path), unique_keys=unique_keys)
 
 
 def read_model_json(path: Path) -> Any:
-    """The content of a JSON file in a model's directory, of which most come from others."""
+    """Reads a JSON file of a model's directory. Most of these come from strangers, so the largest
+    size allowed is smaller than for ``read_json``."""
     return parse_json(read_bounded(path, MAX_MODEL_JSON_BYTES), str(path))
 
 
 def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> Any:
-    """The content of a JSON text.
+    """Parses a JSON text.
 
-    Raises ValueError, one line that begins with ``where``, for what is not JSON or nested deeper
-    than ``MAX_DEPTH`` levels; with ``unique_keys`` also for an object that has a key twice.
+    Raises ValueError if it is not JSON or is nested deeper than ``MAX_DEPTH`` levels, or, with
+    ``unique_keys``, if an object has a key twice. The message begins with ``where``, for example
+    'items.jsonl line 3'.
     """
     try:
         value = json.loads(data, object_pairs_hook=_unique if unique_keys else None)
-        if _is_deeper(value, MAX_DEPTH):
-            raise RecursionError
-    except Refused as error:
-        raise ValueError(f"{where} {error}") from None
-    except ValueError as error:  # also text that is not UTF-8, and numbers of 5,000 digits
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError) and error.lineno == 1:
-            reason = f"{error.msg} at column {error.colno}"  # ``where`` may be a line itself
-        raise ValueError(f"{where} is not valid JSON: {reason}") from None
+        if not _is_deeper(value, MAX_DEPTH):
+            return value
+        reason = f"is nested deeper than {MAX_DEPTH} levels"
     except RecursionError:
-        raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
-    return value
+        reason = f"is nested deeper than {MAX_DEPTH} levels"
+    except Refused as error:
+        reason = str(error)
+    except ValueError as error:  # also text that is not UTF-8, and numbers of 5,000 digits
+        reason = f"is not valid JSON: {error}"
+        if isinstance(error, json.JSONDecodeError) and error.lineno == 1:
+            # ``where`` may name a line already, so the message must not say "line 1".
+            reason = f"is not valid JSON: {error.msg} at column {error.colno}"
+    raise ValueError(f"{where} {reason}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -292,7 +306,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a file; ValueError where they are more than ``max_bytes``."""
+    """Reads a whole file; ValueError if it has more than ``max_bytes``."""
     with open(path, "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -306,9 +320,9 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 def printable(text: str) -> str:
     """Cleans a text, path or url for a message, a log or a report.
 
-    Urls lose what may be secret: user, password and the query of a signed one. A character that
-    does not print, such as an escape sequence or the end of a line, is as Python's repr shows it,
-    so that a stranger's text neither moves the cursor nor looks like a line of ours.
+    Removes what may be secret from urls: user, password, and the query of a signed url. Characters
+    that do not print are written as in Python's repr (a newline as ``\\n``), so that a stranger's
+    text can neither control the terminal nor look like another line of ours.
     """
     if ":/" in text:
         text = re.sub(r":/+[^/?#]*@", "://...@", text)
@@ -319,28 +333,27 @@ def printable(text: str) -> str:
 
 
 def _without_query(url: re.Match[str]) -> str:
-    """The url up to its query, and what closes the quotation or sentence that it stands in."""
+    """Replaces the query of a url by "?...", but keeps a closing quote or full stop behind it."""
     before, _, query = re.sub("#", "?", url[0], count=1).partition("?")
     secret = query.rstrip(_CLOSING)
     return f"{before}?...{query[len(secret) :]}" if secret else url[0]
 
 
 def message_of(error: BaseException, most: int = 200) -> str:
-    """The message of an error on one line, of which it returns the first ``most`` characters."""
+    """The first ``most`` characters of an error's message, on one line."""
     return " ".join(str(error).split())[:most]
 
 
 def printable_lines(text: str) -> str:
-    """Cleans a text of ours that has several lines."""
+    """Applies ``printable`` to each line of a text, for a text of our own with several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def below(root: Path, name: str, where: str) -> Path:
-    """``root / name`` without ``.`` and ``..``, for a name that somebody else's table (``where``)
-    gives.
+    """Returns ``root / name`` with ``.`` and ``..`` resolved, for a name from a stranger's table.
 
-    Raises ValueError, one line, for a name that is absolute or leads upwards out of ``root``. What
-    links on the disk lead to is not looked at (see ``Roots``).
+    Raises ValueError if the name is absolute or leads out of ``root``; the message begins with
+    ``where``, for example 'labels.csv line 3'. Symbolic links are not checked here (see ``Roots``).
     """
     path = os.path.normpath(name)
     if not name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir or "\0" in name:
@@ -349,13 +362,13 @@ def below(root: Path, name: str, where: str) -> Path:
 
 
 class Roots:
-    """Folders out of which no file is read, whatever links and names lead there."""
+    """The folders that may be read. It finds paths that lead out of them by symbolic links."""
 
     def __init__(self, *folders: Path) -> None:
         self._real = [os.path.realpath(folder) for folder in folders]
 
     def real_path(self, path: Path) -> Path | None:
-        """A path with all links followed; None where it is not in or below one of the folders."""
+        """Follows all links of a path; returns None if it leads out of the folders."""
         real = os.path.realpath(path)
         inside = any(real == root or real.startswith(f"{root.rstrip('/')}/") for root in self._real)
         return Path(real) if inside else None
@@ -365,7 +378,7 @@ class Roots:
 
 
 def digest_json(value: Any) -> str:
-    """Digest of a JSON-able value; the order of mapping keys does not matter."""
+    """Digest of a value that JSON can hold; the order of keys in mappings does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -382,15 +395,16 @@ def digest_array(array: np.ndarray) -> str:
 
 
 def digest_parts(dtype: np.dtype[Any], shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> str:
-    """``digest_array`` of an array whose values come in parts of its dtype, one after another."""
+    """``digest_array`` of an array that is passed in parts, in order, all of this dtype."""
     digest = hashlib.sha256(f"{dtype.str}{shape}".encode())
     for part in parts:
-        digest.update(np.ascontiguousarray(part).data)  # no copy: arrays may fill half the memory
+        digest.update(np.ascontiguousarray(part).data)  # ``.data``: a copy may not fit into memory
     return digest.hexdigest()
 
 
 def digest_keys(keys: Iterable[str]) -> str:
-    """Digest of ordered sample keys: equal digests allow a join by position."""
+    """Digest of sample keys in their order. Arrays with equal digests have the same sample in the
+    same row."""
     digest = hashlib.sha256()
     for key in keys:
         digest.update(key.encode())
@@ -398,20 +412,20 @@ def digest_keys(keys: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-# --- what a file was when it was written -------------------------------------------------------
+# --- sizes and digests of files, recorded when they are written ---------------------------------
 
 
 @dataclass(frozen=True)
 class Record:
-    """Size of a file and the SHA-256 of its bytes when it was written. Whoever opens the file
-    compares its size (``check_size``); ``mclclip doctor RUN`` compares its bytes."""
+    """The size and the SHA-256 of a file, recorded when it was written. Whoever opens the file
+    compares its size (``check_size``); ``mclclip doctor RUN`` compares its digest."""
 
     size_bytes: int
     sha256: str
 
 
 def record_of(path: Path) -> Record:
-    """The record of a file; call it right after writing, while the file is in the page cache."""
+    """The record of a file. Call it right after writing, while the file is in memory anyway."""
     return Record(os.path.getsize(path), digest_file(path))
 
 
@@ -421,8 +435,8 @@ def records_of(directory: Path, *names: str) -> dict[str, Record]:
 
 
 def check_size(path: Path, size_bytes: int, again: str) -> None:
-    """Raises FileNotFoundError where a file is missing, and RuntimeError where it has another size
-    than it was written with; ``again`` says how to make it again."""
+    """Raises FileNotFoundError if a file is missing, and RuntimeError if its size is not the
+    recorded one. ``again`` tells the user how to make the file again."""
     try:
         size = os.path.getsize(path)
     except FileNotFoundError:

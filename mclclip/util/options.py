@@ -1,5 +1,4 @@
-"""Types of options: strict dataclasses, number ranges that several rooms use, dotted names, and
-errors."""
+"""Types that several groups of options share, and helpers for names and errors of options."""
 
 from __future__ import annotations
 
@@ -20,38 +19,40 @@ Value = TypeVar("Value")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""A share that is never all, such as what is dropped, or of the past that is kept."""
+"""A share below 1, such as that of the features that dropout drops."""
 Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""A seed of a run: torch and NumPy take 63 bits."""
+"""A seed of a run: torch and NumPy both take 63 bits."""
 NO_RESULT = {"changes": "speed, records or places, and no result"}
-"""Metadata of an option, or of a group of them, which artifacts may be made or resumed without
-regard to."""
+"""Metadata of an option that changes no result: an artifact can be resumed with another value."""
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 PROTOCOLS = ("s3", "gs", "az", "http", "https", "hf")
-"""Of a shard's url."""
+"""Protocols that the url of a shard may have."""
 
 _UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
 
 
 def brief(value: object) -> str:
-    """A value for a message: its ``repr``, cut where it is long."""
+    """The ``repr`` of a value for a message, cut after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
 
 
 def each_once(values: list[Value]) -> list[Value]:
-    """Returns the values; ValueError where one is named twice. A check of an option."""
+    """Checks the list that an option holds: ValueError if a value is in it twice."""
     if len(set(values)) != len(values):
         raise ValueError("wanted each of them once")
     return values
 
 
 def protocol_of(path: str | Path) -> str | None:
-    """The lower-case protocol of a url; None for a path. `PROTOCOLS` and ``file`` are recognised
-    even after ``Path`` has removed a slash of the url."""
+    """The lower-case protocol of a url, such as 's3'; None for a path.
+
+    A url that ``Path`` has changed to ``s3:/bucket``, with one slash, is recognised if its protocol
+    is 'file' or one of `PROTOCOLS`.
+    """
     protocol, _, rest = str(path).partition(":")
     protocol = protocol.lower()
     is_listed = rest.startswith("/") and protocol in (*PROTOCOLS, "file")
@@ -60,7 +61,7 @@ def protocol_of(path: str | Path) -> str | None:
 
 
 def refuse_url(path: str | Path, option: str) -> None:
-    """Raises ValueError for a url where a path is wanted."""
+    """Raises ValueError if ``path``, the value of ``option``, is a url."""
     if (protocol := protocol_of(path)) is not None and not os.path.exists(path):
         url = f"{protocol}://{str(path)[len(protocol) + 1 :].lstrip('/')}"
         raise ValueError(
@@ -80,30 +81,34 @@ def prefix_errors(prefix: str) -> Iterator[None]:
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """The choices whose spelling is nearest to a word, best first, however far they are."""
+    """The ``count`` choices whose spelling is nearest to a word, best first."""
     return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=0.0)
 
 
 def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The problem with the longest path. pydantic reports a problem for every member of a union;
-    the longest path belongs to the member that fits best."""
+    """The problem to show, of those that pydantic reports for a value of a union type.
+
+    pydantic reports one for every member of the union. The member that fits best is the one in
+    which it came farthest, so the problem has the longest path of option names.
+    """
     return max(problems, key=lambda item: len(item["loc"]))
 
 
 def dotted(path: Sequence[str]) -> str:
-    """The dotted name of an option, without the members of unions that pydantic adds to a path."""
+    """Joins a path of names to 'train.objective.kind', without the types, such as 'int' or
+    'function-after[...]', that pydantic puts between them for members of unions."""
     return ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
 
 
 def with_prefix(entries: Mapping[str, Value], prefix: str) -> dict[str, Value]:
-    """The entries whose dotted names begin with ``prefix``, under the rest of their names."""
+    """Selects the entries whose dotted names begin with ``prefix``, and removes it from them."""
     return {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """The dotted name of an option that does not fit, and what is wrong with its value.
+    """Returns the dotted name of an invalid option and what is wrong with its value.
 
-    The name is empty for a problem of several options.
+    The name is empty if the problem is about several options.
     """
     problem = farthest(error.errors())
     name = dotted([str(part) for part in problem["loc"]])
@@ -112,9 +117,10 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 
 def split_named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
-    """Splits ``[NAME=]PATH``, the value of a command's ``option``; None without a name.
+    """Splits ``[NAME=]PATH``, the value of ``option`` of a command, into name (or None) and path.
 
-    ``what`` is named, in the message of the ValueError for a name that no folder can have.
+    Raises ValueError for a name that no folder can have; ``what`` says in its message what is
+    named, for example 'evaluation images'.
     """
     name, sign, path = text.partition("=")
     if not sign:
@@ -128,6 +134,6 @@ def split_named_path(text: str, option: str, what: str) -> tuple[str | None, Pat
 
 
 def all_shards(folder: Path) -> str:
-    """The pattern of all shards of a folder; signs in its name that have a meaning in patterns are
-    escaped."""
+    """The glob pattern of all shards in a folder: 'data' gives 'data/*.tar'. Characters of the
+    folder's name that have a meaning in patterns are escaped."""
     return str(Path(glob.escape(str(folder)), "*.tar"))

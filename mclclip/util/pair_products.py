@@ -1,4 +1,4 @@
-"""Scalar products of chosen pairs of rows, by one loop in C++ that copies no row."""
+"""Computes products of given pairs of rows by one C++ loop, which copies no row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
-    """[P]: the products of rows of ``left`` [n, D] with the rows ``ids`` [P] of ``right`` [m, D].
+    """Returns products [P] of rows of ``left`` [n, D] with rows ``ids`` [P] of ``right`` [m, D].
 
-    The ids that belong to left[i] are those from ``starts[i]`` to ``starts[i + 1]`` (``starts``
-    [n + 1]). On a CPU each product depends on its two rows alone.
+    left[i] is multiplied with the rows ids[starts[i]:starts[i + 1]]; ``starts`` is [n + 1]. On a
+    CPU each product depends only on its two rows.
     """
     values, size = left.new_zeros(len(ids)), (len(left), len(right))
     places = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
@@ -21,7 +21,7 @@ def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> T
 
 
 with warnings.catch_warnings():
-    # torch warns once per process that its sparse tensors may change. It does so here, where the
-    # warning is filtered, and not in a user's log.
+    # torch warns once per process that its sparse tensors may change. This provokes the warning
+    # here, where it is ignored, so that it does not appear in a user's log.
     warnings.simplefilter("ignore")
     torch.zeros(1, 1).to_sparse_csr()

@@ -1,9 +1,9 @@
-"""Keyed randomness without state: a draw depends on its key alone, not on process or order.
+"""Random numbers without state: a draw depends only on its key, not on process or order.
 
-`mix` hashes integers to 64 bits; `permute` is a keyed bijection of [0, size) that is evaluated one
-position at a time, so that a shuffle of a billion samples costs no memory. Both are plain integer
-arithmetic: the same on every machine and in every version of numpy. `mix_tensors` is `mix` on the
-device of its words.
+`mix` hashes integers to 64 bits. `permute` shuffles [0, size) under a key; it can be evaluated for
+a single position, so that a shuffle of a billion samples costs no memory. Both are plain integer
+arithmetic: the same on every machine and in every version of numpy. `mix_tensors` is `mix` for
+tensors on any device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
-_ROUNDS = 16  # four mix large domains; sizes 4 and 5 are uniform over all orders from 16 on
+_ROUNDS = 16  # four rounds mix large sizes well; sizes 4 and 5 need 16 for uniform orders
 
 
 @overload
@@ -31,26 +31,27 @@ def mix(*words: int) -> np.uint64: ...
 @overload
 def mix(*words: int | np.integer | npt.NDArray[np.integer]) -> np.uint64 | Keys: ...
 def mix(*words: int | np.integer | npt.NDArray[np.integer]) -> np.uint64 | Keys:
-    """Hash integers, in their order, to 64 well-mixed bits (splitmix64's finaliser, chained).
+    """Hashes integers, in their order, to 64 well-mixed bits (splitmix64's finaliser, chained).
 
     Words are taken modulo 2^64, so they may be negative; arrays broadcast against each other.
-    Returns np.uint64 where every word is a scalar, otherwise uint64 of the broadcast shape.
-    The number of words counts: mix(1) differs from mix(1, 0).
+    Returns np.uint64 if every word is a scalar, otherwise uint64 of the broadcast shape. The number
+    of words counts: mix(1) differs from mix(1, 0).
     """
     state = _scramble(np.array([len(words)], dtype=np.uint64))
     shape: tuple[int, ...] = ()
     for word in words:
         bits = _as_words(word)
         shape = np.broadcast_shapes(shape, bits.shape)
-        # The constant keeps a word from cancelling the count it starts from: mix(1) is not mix().
+        # Without the constant a word could cancel the number of words: mix(1) would equal mix().
         state = _scramble(state ^ _scramble(np.atleast_1d(bits) ^ _SECOND))
     return state.reshape(shape) if shape else np.uint64(state[0])
 
 
 def mix_tensors(first: int, *others: Tensor) -> Tensor:
-    """The bits of ``mix(first, *others)`` as int64, for int64 tensors that broadcast.
+    """Returns the bits of ``mix(first, *others)`` as int64; ``others`` are int64 tensors that
+    broadcast.
 
-    Torch has no arithmetic of uint64; int64 wraps around in the same way.
+    Torch cannot compute with uint64; int64 wraps around in the same way.
     """
     count = _scramble(np.array([1 + len(others)], dtype=np.uint64))
     head = _scramble(count ^ _scramble(_as_words(first)[None] ^ _SECOND))
@@ -67,23 +68,20 @@ def permute(
     key: np.uint64 | Keys | int,
     rounds: int = _ROUNDS,
 ) -> Integers:
-    """Moves each position as a keyed shuffle of [0, size) does: a bijection for every (size, key).
+    """Returns where a shuffle of [0, size) moves each position; every (size, key) is one shuffle.
 
-    position, size and key broadcast, so that one call may serve many shuffles of unequal sizes.
-    Returns int64 of the broadcast shape. Memory is proportional to the positions asked for.
-    Another number of ``rounds`` gives another shuffle; four are enough for large sizes, and faster.
+    position, size and key broadcast, so that one call can serve many shuffles of different sizes.
+    Returns int64 of the broadcast shape. Memory is proportional to the number of positions. Another
+    number of ``rounds`` gives another shuffle; four are enough for large sizes, and faster.
+
     It is a Feistel network over a rectangle rows x columns >= size, with additions modulo the
-    sides; a result outside [0, size) is permuted again until it is inside (cycle walking, Black and
-    Rogaway, 2002). Raises ValueError for a position outside [0, size).
+    sides. A result outside [0, size) is permuted again until it is inside (cycle walking, Black and
+    Rogaway, 2002).
     """
     where, sizes, keys = np.broadcast_arrays(
         np.asarray(position, dtype=np.int64), np.asarray(size, dtype=np.int64), _as_words(key)
     )
-    if where.size and bool(((where < 0) | (where >= sizes)).any()):
-        raise ValueError(
-            f"permute: got positions from {int(where.min())} to {int(where.max())}, "
-            f"wanted 0 <= position < size (smallest size {int(sizes.min())})"
-        )
+    assert bool(((where >= 0) & (where < sizes)).all()), "positions are outside of [0, size)"
     value, limit = where.ravel().astype(np.uint64), sizes.ravel().astype(np.uint64)
     round_keys = _round_keys(keys.ravel(), rounds)
     rows = (np.sqrt(limit.astype(np.float64)).astype(np.uint64)) + np.uint64(1)
@@ -99,7 +97,7 @@ def permute(
 
 
 def _as_words(word: int | np.integer | npt.NDArray[np.integer]) -> Keys:
-    """The value modulo 2^64 as uint64, of its own shape."""
+    """Returns the value modulo 2^64 as uint64; the shape stays."""
     if isinstance(word, int):
         return np.asarray(word & _WORD, dtype=np.uint64)
     return np.asarray(word).astype(np.uint64)
@@ -108,7 +106,8 @@ def _as_words(word: int | np.integer | npt.NDArray[np.integer]) -> Keys:
 def _scramble(bits: Keys) -> Keys:
     """splitmix64's step and finaliser (Steele, Lea and Flood, 2014): a bijection of 64 bits.
 
-    Takes arrays of at least one dimension: numpy warns of the wanted overflow for scalars only.
+    ``bits`` must have at least one dimension: of scalars that overflow, as they do here by design,
+    numpy would warn.
     """
     bits = bits + _GOLDEN
     bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
@@ -122,14 +121,15 @@ def _signed(word: np.uint64) -> int:
 
 
 def _scramble_tensor(bits: Tensor) -> Tensor:
-    """`_scramble` of int64: its right shifts bring in zeros, not copies of the sign."""
+    """`_scramble` for int64 tensors."""
     bits = bits + _signed(_GOLDEN)
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_FIRST)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_SECOND)
-    return bits ^ _shifted(bits, 31)
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(_FIRST)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(_SECOND)
+    return bits ^ _shift_right(bits, 31)
 
 
-def _shifted(bits: Tensor, places: int) -> Tensor:
+def _shift_right(bits: Tensor, places: int) -> Tensor:
+    """Shifts int64 to the right as if it were uint64: zeros come in, not copies of the sign."""
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
@@ -140,10 +140,11 @@ def _round_keys(keys: Keys, rounds: int) -> Keys:
 
 
 def _feistel(value: Keys, rows: Keys, columns: Keys, round_keys: Keys) -> Keys:
-    """One pass over the rectangle: left in [0, rows), right in [0, columns), changed in turn.
+    """Applies all rounds once: splits the value into left [0, rows) and right [0, columns), and
+    changes them in turn.
 
-    The sum of a number below 2^63 and a hash shifted to 63 bits cannot overflow, so that the
-    addition modulo a side is exact and hence invertible.
+    The sum of a number below 2^63 and a hash of 63 bits cannot overflow, so the addition modulo a
+    side is exact and hence invertible.
     """
     left, right = value // columns, value % columns
     for number, key in enumerate(round_keys):

@@ -4,13 +4,13 @@ from enum import Enum
 
 
 class Remake(Enum):
-    """Which artifacts that are there a verb moves aside and makes again.
+    """Which existing artifacts a verb moves aside and makes again.
 
-    NOTHING  none: one of other settings is refused, a finished one is skipped
-    UNFIT    those of other settings, and finished ones that are damaged
-    ALL      finished ones too, whatever they are
+    NOTHING  none: an artifact of other settings is refused, a finished one is skipped
+    UNFIT    artifacts of other settings, and finished ones that are damaged
+    ALL      all finished ones as well
 
-    One that was begun with these settings is resumed in all three cases.
+    An unfinished artifact of the same settings is resumed in all three cases.
     """
 
     NOTHING = "nothing"

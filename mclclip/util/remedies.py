@@ -1,6 +1,7 @@
-"""Remedies of a race, by name and from files of one's own.
+"""Reads the remedies that a race compares: shipped ones, by name, and those of a user's sweep file.
 
-Imports nothing heavy, so that a misspelled one is refused at once.
+A remedy is a training with certain overrides of the configuration. Nothing heavy is imported here,
+so that a misspelled name is refused at once.
 """
 
 from __future__ import annotations
@@ -29,24 +30,32 @@ preserve        controls=[ungrouped] train.objective=[{"kind":"info_nce"},{"kind
 more_steps      num_stages=1 controls=[ungrouped] encoder=stage_1  # one training, all the steps
 wise            controls=[ungrouped] encoder=soup_uniform  # average of base and control (WiSE-FT)
 """
-"""The remedies that are known by name, a line each: a name, overrides, and after # what it is.
-``controls=[NAME]`` runs that control in the place of the method, and ``encoder`` names the encoder
-that stands for the remedy (default: concat_stage_norm, else another join, else stage_1).
-Remedies with the same overrides share their trainings."""
+"""The shipped remedies, one per line: its name, its overrides, and a description after #.
+
+``controls=[NAME]`` runs that control instead of the method. ``encoder`` names the encoder by which
+the remedy is judged (default: concat_stage_norm, else another join, else stage_1). Remedies with
+the same overrides share their trainings."""
 
 BASE, CONTROL = "base", "ungrouped"
 FIXED = ("mcl", CONTROL)  # remedies that no file may redefine; they run first
-_TAKEN = ("race.json", "race.csv", "race.html", "run_state.json", "run.lock")  # beside remedies
+# Files beside the folders of the remedies, which no remedy may be named after.
+_FILES_OF_RACE = ("race.json", "race.csv", "race.html", "run_state.json", "run.lock")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_OWN = ("train.", "num_stages=", "controls=", "encoder=")  # what a remedy may set
-_EQUAL = ("train.steps=", "train.epochs=", "train.global_batch=")  # ... but for the same cost
+_ALLOWED = ("train.", "num_stages=", "controls=", "encoder=")  # options that a remedy may set
+# Options of train that it may not set, since remedies are compared at the same cost.
+_SHARED = ("train.steps=", "train.epochs=", "train.global_batch=")
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A remedy: ``overrides`` on the base configuration, and the ``encoder`` that stands for it
-    (None: the one by which a run is judged); ``about`` it in a few words; the sweep ``file`` that
-    it is from (empty: it is a shipped one)."""
+    """A remedy.
+
+    name       for example 'ifm'
+    overrides  of the race's configuration, such as ('train.objective.kind=ifm',)
+    encoder    the encoder by which it is judged; None: the one by which any run is judged
+    about      a few words for the reader
+    file       the sweep file that defines it; empty for a shipped remedy
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -56,15 +65,15 @@ class Remedy:
 
     @property
     def label(self) -> str:
-        """Names the remedy in messages, and the file that has to be corrected."""
+        """For example "remedy 'mine' of mine.sweep", for messages."""
         return f"remedy {self.name!r}{self.file and f' of {self.file}'}"
 
 
 def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
-    """The remedies of a text by name, a line each as in ``REMEDIES`` and in sweep files.
+    """Reads remedies from a text of lines like those of ``REMEDIES``; returns them by name.
 
-    ``file`` names the text in errors: ValueError for a line that is no remedy, or one that sets
-    what all remedies share.
+    Raises ValueError, which names ``file``, for a line that is no remedy or sets an option that all
+    remedies share, and for a text without remedies.
     """
     where = file or "the shipped remedies"
     remedies: dict[str, Remedy] = {}
@@ -73,14 +82,14 @@ def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
         if not words:
             continue
         name, *options = words.split()
-        if not _NAME.fullmatch(name) or name in (BASE, *_TAKEN, *remedies):
+        if not _NAME.fullmatch(name) or name in (BASE, *_FILES_OF_RACE, *remedies):
             raise ValueError(
                 f"{where}: a remedy is named {name!r}: wanted letters, digits and . _ - (no . "
                 f"first), each name once, and neither {BASE!r} nor a race's own file"
             )
         for option in options:
-            allowed = option.startswith(_OWN) and "=" in option
-            if not allowed or option.startswith(_EQUAL):
+            allowed = option.startswith(_ALLOWED) and "=" in option
+            if not allowed or option.startswith(_SHARED):
                 raise ValueError(
                     f"{where}: remedy {name!r} has {option!r}: a remedy sets options of train, "
                     "num_stages, controls or encoder, but neither steps, epochs nor global_batch, "
@@ -95,12 +104,13 @@ def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
 
 
 def choose_remedies(words: Sequence[str]) -> list[Remedy]:
-    """The remedies of ``words``, each a name or a sweep file, whose lines win over names. The
-    control is always among them; it and mcl, whose labels another remedy may need, come first.
+    """Returns the remedies that the user has listed; each word is a name or a sweep file.
 
-    Raises ValueError for an unknown name, with the nearest ones, for a name that two files have,
-    and for a line that gives another meaning to mcl or the control, and FileNotFoundError for a
-    file that is not there.
+    A remedy of a file replaces a shipped one of the same name. The control is always included. The
+    control and mcl come first, since other remedies may need mcl's labels.
+
+    Raises FileNotFoundError for a missing file. Raises ValueError for an unknown name, for a name
+    that two files define, and for a file that defines mcl or the control.
     """
     by_name, names = read_remedies(REMEDIES), list[str]()
     by_file = dict[str, dict[str, Remedy]]()
@@ -108,18 +118,15 @@ def choose_remedies(words: Sequence[str]) -> list[Remedy]:
         if not Path(word).is_file():
             raise FileNotFoundError(f"--remedies {word}: there is no such file")
         in_file = by_file[word] = read_remedies(Path(word).read_text(errors="replace"), word)
-        if fixed := [name for name in in_file if name in FIXED]:
-            raise ValueError(
-                f"{word}: a remedy is named {fixed[0]!r}, which others are compared with or "
-                "read the labels of: call it otherwise"
-            )
-        if twice := [
-            name for name in in_file if by_name.get(name, in_file[name]).file not in ("", word)
-        ]:
-            raise ValueError(
-                f"{word}: a remedy is named {twice[0]!r}, as one of {by_name[twice[0]].file} is: "
-                "call one of them otherwise"
-            )
+        for name in in_file:
+            other_file = by_name[name].file if name in by_name else ""
+            if name in FIXED or other_file:
+                reason = (
+                    f"as one of {other_file} is"
+                    if other_file
+                    else "which others are compared with or read the labels of"
+                )
+                raise ValueError(f"{word}: a remedy is named {name!r}, {reason}: name it otherwise")
         by_name |= in_file
     for word in words:
         if word in by_file:

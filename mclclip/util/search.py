@@ -1,10 +1,11 @@
 """Exact search among rows by faiss, block by block: the nearest rows, and all pairs of near rows.
 
-Rows may be arrays, memory-mapped or not, or whatever is cut like them; they are never held whole.
-faiss works in float32 and proposes, and what it proposes is computed again in float64, row by row,
-so that equal rows get equal numbers. The bound on the rounding of a product in float32 says which
-other rows might have been meant; where there are any, all of a block are computed in float64. So
-neither blocks nor the number of queries change a result, nor does a GPU on which faiss proposes.
+Rows can be arrays, memory-mapped files, or anything that can be sliced like them (``Rows``); they
+are never in memory all at once. faiss computes in float32 and proposes candidates. Their products
+are computed again in float64, row by row, so that equal rows get equal numbers. If rounding in
+float32 could have hidden a better row (``cosine_margin``), all rows of the block are computed in
+float64. So results depend neither on blocks, nor on the number of queries, nor on the device on
+which faiss computes.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ Integers = NDArray[np.int64]
 EXTRA = "pip install 'mclclip[search]', or on GPUs 'mclclip[search-gpu]'"
 
 SPARE = 16
-"""Candidates beyond k that faiss is asked for."""
+"""faiss is asked for so many candidates in addition to the k nearest."""
 
 QUERY_ROWS, BANK_ROWS = 1024, 16_384
-"""Rows of a block of queries and of the rows they are compared with. Where every row is near every
-other, faiss returns all pairs of two blocks, which take 0.4 GB."""
+"""Sizes of a block of queries, and of a block of the bank, the rows that are searched. If all rows
+are near each other, faiss returns all pairs of two blocks, which take 0.4 GB."""
 
-_NEAREST_BANK_ROWS = 65_536  # of ``nearest``, which finds a few rows per query whatever they are
-_AT_ONCE = 4096  # rows that are computed in float64 at once
+_NEAREST_BANK_ROWS = 65_536  # block of the bank for ``nearest``, which returns few rows per query
+_AT_ONCE = 4096  # so many rows are computed in float64 at once
 _EPS = 2.0**-24  # largest relative error of one operation in float32
 
 FEWEST, MOST = 32, 2048
-"""Nearest rows that a GPU is asked for first where all within a radius are wanted, and the most
-that faiss finds there."""
+"""To find all rows within a radius on a GPU, faiss is asked for this number of nearest rows first,
+and for at most the second number."""
 
 MakeIndex = Callable[[int], Any]
-"""Makes an empty index of faiss's for inner products of rows of a width. One that is no
-``faiss.IndexFlatIP`` is a GPU's: it has ``add``, and ``search`` for at most ``MOST`` rows."""
+"""Makes an empty faiss index for inner products of rows of a given width. If it is not a
+``faiss.IndexFlatIP``, it lies on a GPU and can only ``add``, and ``search`` up to ``MOST`` rows."""
 
 
 class Rows(Protocol):
-    """Rows [N, D] that can be cut; a cut is an array in memory, or mapped."""
+    """Rows [N, D] that can be sliced; a slice is an array in memory or a memory-mapped one."""
 
     def __len__(self) -> int:
         """N."""
@@ -54,42 +55,36 @@ class Rows(Protocol):
 
 
 def library(what: str) -> Any:
-    """The faiss package, imported only when it is used.
-
-    Raises ValueError, one line that says that ``what`` needs it, where it is missing or broken.
-    """
+    """Imports faiss. Raises ValueError if it is missing or broken; ``what`` names in the message
+    what needs it, for example 'kNN'."""
     try:
         import faiss
 
-        _ = faiss.IndexFlatIP  # a folder without files, as a removed build leaves, is imported too
+        _ = faiss.IndexFlatIP  # an empty folder, left by a removed build, can be imported too
+        return faiss
     except ModuleNotFoundError:
-        raise ValueError(
-            f"{what} needs the package faiss, which is not installed: {EXTRA}"
-        ) from None
+        problem = f"which is not installed: {EXTRA}"
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{what} needs the package faiss, which is broken ({error}): see 'mclclip doctor'"
-        ) from None
-    return faiss
+        problem = f"which is broken ({error}): see 'mclclip doctor'"
+    raise ValueError(f"{what} needs the package faiss, {problem}")
 
 
 @cache
 def choose_index(faiss: Any) -> MakeIndex:
-    """Returns the maker of indexes: on this process's GPU if torch and faiss see one, else on the
-    CPU."""
+    """Returns a function that makes indexes on this process's GPU, if torch and faiss see one, or
+    else on the CPU."""
     import torch
 
-    # torch is asked first: without a driver, faiss's builds for GPUs abort the process.
+    # torch is asked first, since faiss's builds for GPUs abort the process if there is no driver.
     if not torch.cuda.is_available() or not faiss.get_num_gpus():
         return cast(MakeIndex, faiss.IndexFlatIP)
     options = faiss.GpuIndexFlatConfig()
     options.device = torch.cuda.current_device()
     options.useFloat16 = False
-    # The margin is that of float32, so TF32 must be off. faiss forbids its own handle of cuBLAS to
-    # round, whatever torch allows; cuVS, with which some builds multiply instead, has no such
-    # setting.
+    # ``cosine_margin`` is for float32, so TF32 must be off. With cuBLAS, faiss switches it off
+    # itself; cuVS, with which some builds multiply instead, has no such setting.
     options.use_cuvs = False
-    torch.cuda.empty_cache()  # faiss takes 1.5 GiB, which torch may hold without using it
+    torch.cuda.empty_cache()  # makes room: faiss takes 1.5 GiB, which torch may hold unused
     resources = faiss.StandardGpuResources()
     return lambda dim: faiss.GpuIndexFlatIP(resources, dim, options)
 
@@ -101,15 +96,15 @@ def _filled(make: MakeIndex, rows: NDArray[np.float32]) -> Any:
 
 
 def cuts(count: int, size: int) -> list[slice]:
-    """Slices of at most ``size`` rows, in order."""
+    """Cuts [0, count) into slices of at most ``size``, in order."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def cosine_margin(dim: int) -> float:
-    """Bound on the error of a product of unit rows in float32, in any order of its sum.
+    """Upper bound of the error of a product of two unit rows in float32, summed in any order.
 
-    The sum makes at most dim roundings of the sum of |x_i y_i|, which is at most 1 (Cauchy).
-    Bringing rows to unit length in float32 and rounding the result make fewer than 64 more.
+    The sum rounds at most ``dim`` times, each time by at most 2^-24, since the sum of |x_i y_i| is
+    at most 1 (Cauchy). Scaling rows to unit length, and the result, round fewer than 64 times more.
     """
     return (dim + 64) * _EPS
 
@@ -127,20 +122,20 @@ def nearest(
     what: str = "a search of nearest rows",
     make: MakeIndex | None = None,
 ) -> tuple[NDArray[np.float32], Integers]:
-    """The k nearest of unit rows ``bank`` [N, D] to each of ``queries`` [Q, D], by their product.
+    """Finds, for each query [Q, D], the k rows of ``bank`` [N, D] with the largest product.
 
-    Returns products, rounded to float32, and rows [Q, k], nearest first, ties by the lower row:
-    copies of a row tie exactly, however many there are. Beside the result, memory holds a block
-    of ``query_rows`` and one of ``bank_rows`` in float32, and faiss another of these. ``what``
-    names the caller in the error for a missing faiss. ``make`` builds the index of a block (None:
-    ``choose_index``). Raises ValueError unless 1 <= k <= N, and where faiss is not installed.
+    Rows of the bank have unit length. Returns the products, rounded to float32, and the row
+    numbers, both [Q, k], nearest first; ties go to the lower row, and copies of a row tie exactly.
+    Memory: the result, a block of ``query_rows``, and two blocks of ``bank_rows`` in float32.
+    ``what`` names the caller in the error for a missing faiss; ``make`` makes the index of a block
+    (None: ``choose_index``). Raises ValueError unless 1 <= k <= N, and if faiss is missing.
     """
     if not 1 <= k <= len(bank):
         raise ValueError(f"k is {k}, wanted 1 to {len(bank)}, the number of rows to search")
     faiss = library(what)
     make = make or choose_index(faiss)
     products = np.full((len(queries), k), -np.inf, np.float32)
-    rows = np.full((len(queries), k), len(bank), np.int64)  # no row yet
+    rows = np.full((len(queries), k), len(bank), np.int64)  # N stands for no row
     for block in cuts(len(bank), bank_rows):
         part = _Part(np.asarray(bank[block], np.float32), block.start, k)
         wide = min(k + SPARE, len(part.different))
@@ -161,7 +156,7 @@ def nearest(
 def nearest_to_few(
     queries: Floats, bank: NDArray[np.float32], k: int
 ) -> tuple[NDArray[np.float32], Integers]:
-    """The result of ``nearest``, without faiss: all Q N products are computed in float64."""
+    """Returns the same as ``nearest``, without faiss: computes all Q N products in float64."""
     every = np.arange(len(bank))
     products = np.empty((len(queries), k), np.float32)
     rows = np.empty((len(queries), k), np.int64)
@@ -173,7 +168,7 @@ def nearest_to_few(
 
 
 class _Part:
-    """A block of the bank: its distinct rows, and for each the numbers of its first k copies."""
+    """A block of the bank: its distinct rows, and the numbers of the first k copies of each."""
 
     def __init__(self, rows: NDArray[np.float32], start: int, k: int) -> None:
         groups: dict[bytes, list[int]] = {}
@@ -185,7 +180,10 @@ class _Part:
     def nearest(
         self, query: NDArray[np.float32], proposed: NDArray[np.float32], near: Integers, k: int
     ) -> tuple[NDArray[np.float32], Integers]:
-        """At most k nearest rows to a query, nearest first, from the rows that faiss proposed."""
+        """Returns the products and numbers of at most k nearest rows, nearest first.
+
+        ``proposed`` [m] are faiss's products, ``near`` [m] the places of these distinct rows.
+        """
         products, rows = self._in_order(query, near, k)
         if len(near) < len(self.different):
             scale = max(1.0, float(np.linalg.norm(query)))
@@ -205,10 +203,10 @@ class _Part:
 
 
 def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Products of chosen rows with a query, in float64, each by itself, rounded to float32."""
+    """Products of the rows at ``places`` with a query, computed in float64, rounded to float32."""
     products = np.empty(len(places), np.float32)
     for cut in cuts(len(places), _AT_ONCE):
-        # A sum along rows does not depend on where a row stands; a product of matrices may.
+        # Unlike in a matrix product, such a sum does not depend on where its row stands.
         products[cut] = (rows[places[cut]] * query).sum(axis=1)
     return products
 
@@ -218,27 +216,28 @@ def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDA
 
 @dataclass(frozen=True)
 class NearPairs:
-    """Pairs of rows, the lower one first, with their cosines: rows [P, 2], cosines [P]."""
+    """Pairs of near rows: their row numbers [P, 2] and cosines [P]."""
 
     rows: Integers
     cosines: NDArray[np.float64]
 
 
 Block = tuple[slice, slice]
-"""Rows that are searched, and the queries that are compared with them."""
+"""The rows that are searched, and the rows that are their queries."""
 
 
 def blocks(
     count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS
 ) -> Iterator[Block]:
-    """Blocks of as many rows in which each pair of them is once, the lower row as the query."""
+    """Yields blocks that together hold every pair of ``count`` rows once, the lower row as the
+    query."""
     for bank in cuts(count, bank_rows):
         for queries in cuts(bank.stop, query_rows):
             yield bank, queries
 
 
 def num_blocks(count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS) -> int:
-    """Number of ``blocks``."""
+    """The number of blocks that ``blocks`` yields."""
     return sum(-(-bank.stop // query_rows) for bank in cuts(count, bank_rows))
 
 
@@ -250,14 +249,13 @@ def near_pairs(
     what: str = "a search of near rows",
     make: MakeIndex | None = None,
 ) -> Iterator[NearPairs]:
-    """Yields pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time, each once.
-    The verbs have checked that it lies between 0 and 1.
+    """Yields all pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time.
 
-    ``over``: the blocks that are searched (None: all ``blocks``). The order of the pairs says
-    nothing. Rows need not have unit length; a row of zeros is near nothing. Memory holds the two
-    blocks, and what faiss found among them. Every row is compared with every other: time grows with
-    N^2 D. ``make`` builds the index of a block (None: ``choose_index``). Raises ValueError where
-    faiss is not installed.
+    Each pair comes once, its lower row first; pairs are in no order. ``above`` is between 0 and 1.
+    ``over`` are the blocks to search (None: all ``blocks``). Rows can have any length; a row of
+    zeros is near nothing. Memory: two blocks, and faiss's result for them. Every row is compared
+    with every other, so time grows with N^2 D. ``make`` makes the index of a block (None:
+    ``choose_index``). Raises ValueError if faiss is missing.
     """
     faiss = library(what)
     last: slice | None = None
@@ -277,11 +275,11 @@ def near_rows(
     what: str = "a search of near rows",
     make: MakeIndex | None = None,
 ) -> Iterator[NearPairs]:
-    """Yields pairs of a row of ``queries`` [Q, D] and one of ``bank`` [N, D], in this order, whose
-    cosine is above ``above``, some at a time, each once.
+    """Yields all pairs (row of ``queries`` [Q, D], row of ``bank`` [N, D]) whose cosine is above
+    ``above``, some at a time, each once.
 
-    All else is as for ``near_pairs``: order, lengths, memory and errors. The queries are read once
-    for every ``BANK_ROWS`` rows of the bank.
+    Order, lengths, memory and errors are as for ``near_pairs``. The queries are read once for every
+    ``BANK_ROWS`` rows of the bank.
     """
     faiss = library(what)
     for block in cuts(len(bank), BANK_ROWS):
@@ -292,20 +290,23 @@ def near_rows(
 
 
 class _Bank:
-    """A block of rows that queries are compared with, and an index of them at length 1."""
+    """A block of the bank, and a faiss index of its rows scaled to unit length."""
 
     def __init__(self, rows: Floats, faiss: Any, make: MakeIndex | None) -> None:
         self._rows, self._on_cpu = rows, faiss.IndexFlatIP
-        self._index = _filled(make or choose_index(faiss), unit(rows))
+        self._index = _filled(make or choose_index(faiss), normalize_rows(rows))
 
     def near(
         self, queries: Floats, above: float, shift: int | None = None
     ) -> Iterator[tuple[Integers, NDArray[np.float64]]]:
         """Yields pairs whose cosine is above ``above``: their places [P, 2] in ``queries`` and in
-        the block, and the cosines [P]. With ``shift``, the distance from the first query to the
-        block's first row, pairs come once, the lower row first."""
+        the block, and their cosines [P].
+
+        If the queries are rows of the bank too, ``shift`` is the number of the block's first row
+        minus that of the first query; then only pairs whose query is the lower row are yielded.
+        """
         least = float(np.float32(above - cosine_margin(self._rows.shape[1])))
-        for numbers, limits, near in self._proposed(unit(queries), least):
+        for numbers, limits, near in self._proposed(normalize_rows(queries), least):
             for part in cuts(len(near), _AT_ONCE):
                 query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
                 places = np.column_stack([numbers[query], near[part]])
@@ -318,12 +319,12 @@ class _Bank:
     def _proposed(
         self, queries: NDArray[np.float32], least: float
     ) -> Iterator[tuple[Integers, Integers, Integers]]:
-        """Yields numbers [q] of some of the unit rows ``queries``, limits [q + 1], and rows of the
-        block: those within ``limits[n]`` and ``limits[n + 1]`` have a product above ``least`` with
-        the n-th of these queries.
+        """Yields rows of the block whose product with a query is above ``least``, by float32.
 
-        A GPU finds no rows within a radius, so it is asked for more and more of the nearest ones
-        until the last is outside; queries that have more than ``MOST`` inside are the CPU's.
+        ``queries`` are unit rows. What is yielded is the numbers of some queries [q], ``limits``
+        [q + 1] and rows: rows[limits[n]:limits[n + 1]] belong to the n-th of these queries. faiss
+        cannot search within a radius on a GPU. There it is asked for more and more of the nearest
+        rows until the last one is outside; queries with more than ``MOST`` rows go to the CPU.
         """
         left, k, count = np.arange(len(queries)), FEWEST, len(self._rows)
         index = self._index
@@ -336,23 +337,23 @@ class _Bank:
                 yield left[~more], np.append(0, ends), near[~more][inside[~more]]
                 left, k = left[more], 2 * k
             if len(left):
-                index = _filled(self._on_cpu, unit(self._rows))
+                index = _filled(self._on_cpu, normalize_rows(self._rows))
         if len(left):
             limits, _, near = index.range_search(queries[left], least)
             yield left, limits, near
 
 
 def cosines(left: Floats, right: Floats) -> NDArray[np.float64]:
-    """Cosines [n] of rows [n, D], in float64, each from its two rows alone; 0 for rows of zeros."""
+    """Cosines [n] of rows [n, D] with rows [n, D], in float64; 0 if a row is zeros."""
     a, b = (np.asarray(rows, np.float64) for rows in (left, right))
     squares = (a * a).sum(axis=1) * (b * b).sum(axis=1)
     cosine: NDArray[np.float64] = (a * b).sum(axis=1) / np.sqrt(np.where(squares > 0, squares, 1.0))
     return cosine
 
 
-def unit(rows: Floats) -> NDArray[np.float32]:
-    """float32 rows of length 1, in memory; rows of zeros stay zeros."""
-    wide = np.array(rows, np.float32, order="C")
-    norms = np.linalg.norm(wide, axis=1, keepdims=True)
-    wide /= np.where(norms > 0, norms, 1.0)
-    return wide
+def normalize_rows(rows: Floats) -> NDArray[np.float32]:
+    """Copies rows [n, D] as float32 and scales them to unit length; rows of zeros stay zeros."""
+    scaled = np.array(rows, np.float32, order="C")
+    norms = np.linalg.norm(scaled, axis=1, keepdims=True)
+    scaled /= np.where(norms > 0, norms, 1.0)
+    return scaled

@@ -1,7 +1,7 @@
-"""Recipes, launch scripts, SLURM scripts and a constraints file that the package carries.
+"""Finds the recipes, launch scripts, SLURM scripts and the constraints file in the package.
 
 In a checkout they are links to ``launch/``, ``slurm/`` and ``constraints.txt``. Nothing heavy is
-imported here: a wrong name of a recipe is refused before torch is loaded.
+imported here, so that a misspelled recipe is refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def recipe_names() -> list[str]:
 
 
 def constraints() -> str:
-    """The versions of packages that are known to work together, as a constraints file of pip."""
+    """The text of a pip constraints file: versions of packages that are tested together."""
     return (_PACKAGE / "constraints.txt").read_text()
 
 
 def find_recipe(where: Path | str) -> Path:
-    """The YAML file at a path, or the shipped recipe of that name, such as ``cc12m_vitb32``.
+    """Returns the YAML file at a path, or the shipped recipe of that name, such as
+    ``cc12m_vitb32``; a file wins over a recipe of the same name.
 
-    A file wins over a recipe of the same name. Raises FileNotFoundError, naming the nearest
-    recipes, where there is neither.
+    Raises FileNotFoundError, which names the nearest recipes, if there is neither.
     """
     path = Path(where)
     if path.is_file():
@@ -48,13 +48,13 @@ def find_recipe(where: Path | str) -> Path:
 
 def run(copy: Path | None = None) -> None:
     """Prints every recipe with its description. With ``copy``, writes recipes, launch scripts and
-    SLURM scripts into that folder, laid out as in the repository.
+    SLURM scripts into that folder instead, in the folders that they have in the repository.
 
-    Raises ValueError if one of them is there already, since it may have been edited.
+    Raises ValueError if one of these files exists already, since the user may have edited it.
     """
     if copy is None:
         for name in recipe_names():
-            print(_described(name))
+            print(_description(name))
         return
     if copy.is_file():
         raise ValueError(f"--copy {copy} is a file: give a folder")
@@ -66,12 +66,12 @@ def run(copy: Path | None = None) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         if source.suffix == ".sh":
-            target.chmod(0o755)  # which not every installer keeps
+            target.chmod(0o755)  # not every installer keeps scripts executable
     print(f"{len(targets)} files in {copy / 'launch'} and {copy / 'slurm'}")
 
 
-def _described(name: str) -> str:
-    """A recipe's name, and the first sentence of its file, in lines of 80 columns."""
+def _description(name: str) -> str:
+    """A recipe's name and the first sentence of its file, in at most two lines of 80 columns."""
     lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines[:8] if line[:1] == "#")
     sentence = re.split(r"(?<!Fig)\.\s", comment, maxsplit=1)[0].rstrip(".")

@@ -1,13 +1,13 @@
-"""Opens stores of objects behind urls, which obstore reads and writes.
+"""Opens the object stores behind urls; obstore reads and writes them.
 
-Credentials come from the environment, under the names that obstore documents
-(``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``,
-``AZURE_STORAGE_ACCOUNT_NAME``, ...); for HTTP from ``~/.netrc``, and for ``hf://`` from
-``HF_TOKEN``. On a redirect to another host they are not sent.
+Credentials come from the environment variables that obstore documents (``AWS_ACCESS_KEY_ID``,
+``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...), for
+HTTP from ``~/.netrc``, and for ``hf://`` from ``HF_TOKEN``. They are not sent to another host on a
+redirect.
 
-obstore's threads do not survive a fork: a forked child that used them would hang, and would take
-its parent down. So `open_store` refuses a process whose parent has used obstore before it forked,
-and a loader whose data set reads urls starts its workers anew (``fresh``).
+obstore's threads do not survive a fork: a forked child that used them would hang together with its
+parent. So `open_store` refuses a process that was forked after its parent had used obstore, and a
+loader that reads urls starts its workers as new processes instead of forking them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import obstore.store
 from mclclip.util.files import printable
 from mclclip.util.options import protocol_of
 
-_MOST_STORES = 4096  # that stay open: one for each bucket or host, and for each signature
+_MOST_STORES = 4096  # so many stores stay open; each bucket, host and signature has its own
 HUB_URL = re.compile(r"hf://datasets/([^/@?]+/[^/@?]+)(?:@([^/?]+))?/([^?]+)")
-_opened_by: list[int] = []  # the process that has used obstore first
+_opened_by: list[int] = []  # the number of the first process that has used obstore
 
 
 def open_store(url: str, retries: int, timeout_s: float) -> tuple[Any, str]:
-    """obstore's store of a url, and the path of the object in it.
+    """Returns obstore's store for a url, and the path of the object in the store.
 
-    A store keeps its connections, so one serves all objects of a bucket, or of a host and a query.
-    Raises RuntimeError in a forked child whose parent has opened stores before.
+    A store keeps its connections open; urls of the same bucket, or the same host and query, share
+    one. Raises RuntimeError in a process that was forked after its parent had opened stores.
     """
     _check_process()
     header = ""
@@ -55,9 +55,11 @@ def open_store(url: str, retries: int, timeout_s: float) -> tuple[Any, str]:
 
 
 def open_folder(url: str, retries: int, timeout_s: float) -> Any:
-    """obstore's store of a folder, which is made where it is missing: a path, or a url of an object
-    store. Names of objects are relative to it. Raises as `open_store` does, and what obstore raises
-    where the folder cannot be made."""
+    """Returns obstore's store for a folder: a path, which is created if it is missing, or a url.
+
+    Names of objects are relative to the folder. Raises as `open_store` does, and obstore's error if
+    the folder cannot be created.
+    """
     _check_process()
     if protocol_of(url) is None:
         folder = Path(url).expanduser().absolute()
@@ -75,7 +77,7 @@ def _check_process() -> None:
 @lru_cache(_MOST_STORES)
 def _open(base: str, header: str, retries: int, timeout_s: float) -> Any:
     client: dict[str, Any] = {
-        # An address with http is the user's; https is not left for http on a redirect.
+        # http is used only if the user's url has it: an https url is not redirected to http.
         "allow_http": not base.startswith("https:"),
         "timeout": timedelta(seconds=timeout_s),
         "connect_timeout": timedelta(seconds=timeout_s),
@@ -90,7 +92,7 @@ def _open(base: str, header: str, retries: int, timeout_s: float) -> Any:
 
 
 def _login_of(host: str) -> str:
-    """The header for a host that ``~/.netrc`` (or ``$NETRC``) has a password of; else empty."""
+    """The authorization header by the login in ``~/.netrc`` (or ``$NETRC``); empty without one."""
     try:
         login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
     except FileNotFoundError:
@@ -105,7 +107,7 @@ def _login_of(host: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Describes an error of obstore in a few words, without text from a server or a url."""
+    """Describes an error of obstore in a few words, without text from the server or the url."""
     text = str(error)
     if status := re.search(r"status code: (\d+[\w -]*)", text):
         return f"HTTP status {status[1].strip()}"

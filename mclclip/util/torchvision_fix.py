@@ -1,4 +1,4 @@
-"""Make torchvision importable beside a torch that its compiled extension does not fit.
+"""Makes torchvision importable beside a torch that its compiled extension does not fit.
 
 The wheels of torchvision on PyPI are linked against CUDA. Beside a CPU-only torch the extension
 does not load, the operators it would declare are missing, and `import torchvision` (so open_clip
@@ -10,9 +10,9 @@ Import this module before torchvision, open_clip or timm, in every process:
 
     import mclclip.util.torchvision_fix  # noqa: F401
 
-It does nothing where the operators exist once torchvision's own loader has run, and nothing a
-second time. An operator that was declared here and is loaded for real afterwards would end the
-process, so nothing is declared where torchvision's loader is not found.
+It does nothing if the operators exist after torchvision's own loader has run. If torchvision's
+loader is not found, nothing is declared either: if the real operator were loaded later, a second
+declaration of it would end the process.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# Kept alive: when a Library is garbage-collected, its operators disappear.
+# This list keeps the libraries alive: the operators of a garbage-collected Library disappear.
 _libraries: list[torch.library.Library] = []
 
 
@@ -42,15 +42,15 @@ def _operators_exist() -> bool:
 def _load_extension(folders: list[str]) -> None:
     """Runs torchvision's own module that loads its extension, without the rest of the package.
 
-    Which file the extension is, and by which rule it is found, differs from release to release. An
-    import of all of torchvision would leave half a package behind where it fails.
+    That module knows which file the extension is; this differs from release to release. Importing
+    all of torchvision instead would leave half of it behind in ``sys.modules`` if it fails.
     """
     package = types.ModuleType("torchvision")
     package.__path__ = folders
     sys.modules["torchvision"] = package
     try:
         importlib.import_module("torchvision.extension")
-    except RuntimeError:  # another CUDA than torch's: `import torchvision` says so by itself
+    except RuntimeError:  # built for another CUDA than torch: `import torchvision` will say so
         return
     finally:
         for name in [*sys.modules]:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +21,7 @@ from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import Block, Tally, assign_blocks
 from mclclip.clustering.kmeans import Clustering
 from mclclip.clustering.options import ClusterConfig
+from mclclip.clustering.rows import RankRows
 from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
@@ -104,12 +105,13 @@ class StageClusters(Step[ClusteredStage]):
         valid[collectives.on_main(how.index.bad_ids)] = False
         # A sample that was restored after the embedding has no row yet.
         valid[collectives.on_main(blocks.rows.left_out)] = False
-        options, context = self.cluster, how.context
-        common = {"algorithm": options.algorithm, "valid": valid, "context": context}
-        clustering = self._fit(how.number, blocks, common)
+        rows = RankRows(blocks, self.cluster.algorithm, valid=valid, context=how.context)
+        fit = kmeans.fit_two_level if self.cluster.method == "two_level" else kmeans.fit
+        num_clusters, seed = self.cluster.clusters_of(how.number), (self.seed, how.number)
+        clustering: Clustering = fit(rows, num_clusters, self.cluster, seed=seed)
         directory = out.begin()
-        _save_centroids(directory / "centroids.npy", clustering, context)
-        tally = _save_nearest(directory, options, blocks, clustering, common)
+        _save_centroids(directory / "centroids.npy", clustering, how.context)
+        tally = _save_nearest(directory, rows, clustering, self.cluster.labels_per_sample)
         return collectives.on_main(lambda: self._describe(directory, how, clustering, tally))
 
     def _read_rows(self, how: ClusteredStage) -> RowBlocks:
@@ -130,19 +132,6 @@ class StageClusters(Step[ClusteredStage]):
         directory = layout.text_embeddings
         texts = RowStore.open(directory, index.manifest_of(directory, "text_embeddings"))
         return MeanBlocks(images, texts, index.num_captions)
-
-    def _fit(self, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> Clustering:
-        """Computes the centroids; ``common`` are arguments that ``assign_blocks`` takes too."""
-        options = self.cluster
-        names = ("restarts", "max_iterations", "tolerance", "init", "init_samples")
-        settings = common | {name: getattr(options, name) for name in names}
-        settings["seed"] = (self.seed, stage)
-        num_clusters = options.clusters_of(stage)
-        if options.method == "two_level":
-            return kmeans.fit_two_level(
-                blocks, num_clusters, num_splits=options.num_splits, **settings
-            )
-        return kmeans.fit(blocks, num_clusters, **settings)
 
     def _describe(
         self, directory: Path, how: ClusteredStage, clustering: Clustering, tally: Tally
@@ -202,20 +191,15 @@ def _save_centroids(path: Path, clustering: Clustering, context: Context) -> Non
 
 
 def _save_nearest(
-    directory: Path,
-    options: ClusterConfig,
-    blocks: RowBlocks,
-    clustering: Clustering,
-    common: dict[str, Any],
+    directory: Path, rows: RankRows, clustering: Clustering, labels_per_sample: int
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
-    Returns the number of samples of each cluster, with the sum of their distances."""
-    shape = len(common["valid"]), options.labels_per_sample
+    Returns the number of samples of each cluster, with the sum of their distances.
+    """
+    shape = rows.num_rows, labels_per_sample
     tally = Tally(clustering.num_clusters)
-    nearest = assign_blocks(
-        blocks, clustering.centroids, labels_per_sample=shape[1], held=clustering.held, **common
-    )
-    share = 1.0 if options.algorithm == "spherical" else 0.5
+    nearest = assign_blocks(rows, clustering.centroids, labels_per_sample, held=clustering.held)
+    share = 1.0 if rows.algorithm == "spherical" else 0.5
 
     def write(parts: Iterator[Block]) -> None:
         with (
@@ -227,7 +211,7 @@ def _save_nearest(
                 similarities = near.distances.mul(-share).add_(1.0).half()
                 append(similarities.masked_fill_(near.labels < 0, 0.0).numpy())
 
-    pass_parts_to_main(tally.of(nearest), write, common["context"])
+    pass_parts_to_main(tally.of(nearest), write, rows.context)
     return tally
 
 

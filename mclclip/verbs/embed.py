@@ -23,17 +23,17 @@ from torch import Tensor
 
 from mclclip.config import Config, rules
 from mclclip.data.bytes import read_excluded
-from mclclip.data.extras import directory_of, drawn
+from mclclip.data.extras import directory_of, draw_edits
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset, tokenized
+from mclclip.data.samples import TarDataset, tokenize
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, RunPaths, is_finished, made_of, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
@@ -198,7 +198,7 @@ def _count_frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int
     export, trained = layout.export(0), config.train.lock.image_blocks
     read_manifest(export, "export")  # if it is missing, the error says which verb makes it
     rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
-    embeddings = made_of(layout.embeddings(0))
+    embeddings = read_identity(layout.embeddings(0))
     if embeddings and "image_rows" not in embeddings["inputs"] and force is Remake.NOTHING:
         raise ValueError(
             f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
@@ -293,7 +293,7 @@ def _caption_batches(
         texts = [
             [caption]
             if edits is None
-            else drawn(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
+            else draw_edits(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
             for raw, captions in source.bytes.texts_of(range(shard.start, shard.stop))
             for n, caption in enumerate(captions)
         ]
@@ -302,7 +302,7 @@ def _caption_batches(
             some = texts[start : start + size]
             rows = np.zeros((len(some), num, model.embed_dim), np.float32)
             if flat := [text for of_one in some for text in of_one]:
-                tokens = tokenized(model.tokenizer, flat)
+                tokens = tokenize(model.tokenizer, flat)
                 encode = partial(model.encode_text, tokens.to(context.device))
                 present = np.arange(num) < np.array([[len(of_one)] for of_one in some])
                 rows[present] = unit(forward(config, context, encode)).cpu().numpy()

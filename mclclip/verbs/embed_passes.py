@@ -20,8 +20,8 @@ from mclclip.config import Config
 from mclclip.data.bytes import BadSample, read_excluded
 from mclclip.data.index_tables import Shard
 from mclclip.data.loader import Loader
-from mclclip.data.row_store import RowBatch, all_notes, shards_done, write_shard
-from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.row_store import RowBatch, find_done_shards, read_notes, write_shard
+from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
@@ -113,7 +113,7 @@ def write_missing(
     def work() -> dict[int, str]:
         mine = range(context.rank, len(index.shards), context.world_size)
         excluded = read_excluded(index, config.data.exclude)
-        bad, missing = shards_done(directory, index, mine, excluded)
+        bad, missing = find_done_shards(directory, index, mine, excluded)
         shards = [index.shards[number] for number in missing]
         numbers = runlog.progress(missing, total=len(missing), description=kind)
         with closing(passes(shards)) as rows:
@@ -126,14 +126,14 @@ def write_missing(
         return bad
 
     reasons = collectives.raise_on_every_rank(work, "embed")
-    return BadSamples(index, config.data.max_bad_fraction).share(reasons)
+    return SharedBadSamples(index, config.data.max_bad_fraction).add(reasons)
 
 
 def made_of_shards(
     out: Artifact, index: SampleIndex, num_bad: int, counts: Mapping[str, Any], dtype: str
 ) -> Made:
     """Describes finished embeddings for their manifest, with further ``counts``."""
-    notes = all_notes(out.directory, len(index.shards))
+    notes = read_notes(out.directory, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
     # The digest names samples without a row: they follow from the bytes, not from the options.

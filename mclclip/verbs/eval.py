@@ -30,7 +30,7 @@ from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import MANIFEST, RunPaths, is_finished, run_above
+from mclclip.run.artifacts import MANIFEST, RunPaths, find_run_dir, is_finished
 from mclclip.run.opened import Run
 from mclclip.util.files import digest_file, digest_json
 from mclclip.util.options import first_problem, prefix_errors, refuse_url
@@ -279,7 +279,7 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
     models lie. If a run's configuration cannot be read, all images of its index count."""
     images = [] if config is None else [TrainingImages.of(config)]
     paths = [Path(str(model).removeprefix("local-dir:")) for model in models]
-    runs = dict.fromkeys(run for path in paths if path.exists() and (run := run_above(path)))
+    runs = dict.fromkeys(run for path in paths if path.exists() and (run := find_run_dir(path)))
     for run_dir in runs:
         # An export that was copied together with the folders above it has no index.
         is_own_run = config is not None and run_dir == Path(config.run_dir).resolve()

@@ -53,7 +53,7 @@ from mclclip.run.artifacts import (
     Artifact,
     Manifest,
     RunPaths,
-    damage_of,
+    find_damage,
     is_finished,
     read_manifest,
 )
@@ -181,7 +181,7 @@ def _compare_with_index(
             return indexed, new
         check_shards(directory, indexed, data)
         reason = "it is made again" if force is Remake.ALL else None
-        reason = damage_of(directory) if force is Remake.UNFIT else reason
+        reason = find_damage(directory) if force is Remake.UNFIT else reason
         if reason is None:
             return indexed, new
     except (ValueError, FileNotFoundError, RuntimeError) as error:

@@ -107,7 +107,7 @@ class Splits(Step[tuple[Build, Sources]]):
         records: dict[str, files.Record] = {}
         build, sources = how
         splits = build(sources, self.seed, **self.options)
-        sources.check_asked()
+        sources.check_used()
         folder = out.begin()
         for split, samples in splits.items():
 

@@ -34,7 +34,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
-from mclclip.run.artifacts import Artifact, Manifest, RunPaths, run_above
+from mclclip.run.artifacts import Artifact, Manifest, RunPaths, find_run_dir
 from mclclip.run.runlog import progress
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
@@ -171,7 +171,7 @@ def _read_spots(folder: Path, sizes: Sequence[int]) -> tuple[Manifest, list[list
     ``sizes`` are the bytes of the pictures in the shards. Raises ValueError if the blind spots are
     of other pictures, and RuntimeError if they are damaged or of another index than their run's.
     """
-    run_dir = run_above(folder / PAIRS)
+    run_dir = find_run_dir(folder / PAIRS)
     if run_dir is None:
         raise ValueError(f"--confused: {folder} is no folder that 'mclclip blindspots' has written")
     index = SampleIndex.open(RunPaths(run_dir).index)

@@ -25,6 +25,7 @@ from mclclip.data.decode import (
     DecodeError,
     decode,
     peculiarity,
+    suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
 from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
@@ -36,7 +37,7 @@ from mclclip.data.shard_writer import (
     write_shards,
 )
 from mclclip.data.spellings import explain_missing
-from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
+from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import count_of, progress

@@ -167,7 +167,7 @@ class Relocated(Step[Relocation]):
                 f"no sample has a pseudo label of stage {self.stage}: there is nothing to copy"
             )
         groups = StageGroups(out.begin() / _GROUPS)
-        if not groups.written:
+        if not groups.is_written:
             groups.write(blocks, sizes, np.zeros(0, np.int64))
         of = Copies(
             index.directory, index.digest, groups.directory, directory,

@@ -19,7 +19,7 @@ from pathlib import Path
 from mclclip.checkpoint import step_files
 from mclclip.data.locations import KIND
 from mclclip.data.row_store import IMAGE_ROWS
-from mclclip.run.artifacts import INTENT, MANIFEST, is_finished, parse_manifest, verb_of
+from mclclip.run.artifacts import INTENT, KINDS, MANIFEST, is_finished, parse_manifest
 from mclclip.run.runlog import count_of
 from mclclip.util import files
 from mclclip.verbs import doctor
@@ -27,13 +27,6 @@ from mclclip.verbs.doctor import Finding
 
 MAY_LIE_ELSEWHERE = (KIND, IMAGE_ROWS)
 """Kinds of artifacts whose files a user may move to a store or delete after the training."""
-_OF_STAGES = (
-    "embeddings|text_embeddings|edited_texts/[^/]+|image_rows|clusters|pseudo_labels|relocated|"
-    "train|export"
-)
-_PLACES = re.compile(rf"index|finetune|(controls/[^/]+/)?(stage_\d+/({_OF_STAGES})|exports/[^/]+)")
-# Verbs with arguments that the run does not record.
-_WITH_ARGUMENTS = ("pack", "make-pairs", "make-dataset", "finetune", "export --to")
 
 
 def run(directory: Path) -> int:
@@ -52,11 +45,12 @@ def findings(directory: Path) -> Iterator[Finding]:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for path in listings:
             place = str(path.parent.relative_to(directory))
+            again = _again(path, _kind_at(directory, path.parent))
             if path.exists():
-                yield from _compare(path, place, pool)
+                yield from _compare(path, place, again, pool)
             elif path.parent.exists() and not (path.parent / INTENT).exists():
                 what = f"holds files but no {path.name}, so they cannot be compared"
-                yield doctor.finding(place, what, _again(path))
+                yield doctor.finding(place, what, again)
 
 
 def _listings(directory: Path) -> Iterator[Path]:
@@ -74,25 +68,28 @@ def _listings(directory: Path) -> Iterator[Path]:
         seen.add(real)
         is_step = bool(step_files.parse_steps([folder.name]))
         lists = [n for n in (step_files.STATE if is_step else MANIFEST, INTENT) if n in names]
-        if not lists and (shown or names) and _is_place(directory, folder, is_step):
+        if not lists and (shown or names) and (is_step or _kind_at(directory, folder)):
             lists = [step_files.STATE if is_step else MANIFEST]
         yield from (folder / n for n in lists)
 
 
-def _is_place(directory: Path, folder: Path, is_step: bool) -> bool:
-    """Returns True if a run has an artifact or a saved step in this folder."""
+def _kind_at(directory: Path, folder: Path) -> str | None:
+    """Returns the kind of artifact that a run has in this folder, such as 'export', or None."""
     place = folder.relative_to(directory).as_posix()
-    of_finetune = place in ("data", "pairs") and (directory / "finetune").is_dir()
-    return is_step or of_finetune or _PLACES.fullmatch(place) is not None
+    if (directory / "finetune").is_dir() and place in ("data", "pairs"):
+        return "shards" if place == "data" else "pairs"
+    place = re.sub("^controls/[^/]+/", "", place)
+    return next((kind for kind, each in KINDS.items() if re.fullmatch(each.place, place)), None)
 
 
-def _compare(path: Path, place: str, pool: ThreadPoolExecutor) -> Iterator[Finding]:
-    """Yields the line of the artifact or step whose files ``path`` lists, if it is finished."""
+def _compare(path: Path, place: str, again: str, pool: ThreadPoolExecutor) -> Iterator[Finding]:
+    """Yields the line of the artifact or step whose files ``path`` lists, if it is finished.
+    ``again`` says how to make it again, in case that the list itself is damaged."""
     if path.name == INTENT:
         if not is_finished(path.parent):
             yield doctor.finding(place, "is not finished, so there is nothing to compare yet")
         return
-    before, again = _bytes_of(path), _again(path)
+    before = _bytes_of(path)
     try:
         if before is None:
             raise ValueError(f"{path.name} cannot be read")
@@ -122,23 +119,15 @@ def _bytes_of(path: Path) -> bytes | None:
         return None
 
 
-def _again(path: Path) -> str:
-    """Says how to make the files that ``path`` lists again, judging by the name of the folder."""
-    folder = path.parent
+def _again(path: Path, kind: str | None) -> str:
+    """Says how to make the step, or the artifact of ``kind``, that ``path`` lists again."""
     if path.name == step_files.STATE:
         return "remove this step's folder, and the same command resumes from the step before"
-    above = {"exports": "concat", "edited_texts": "text_embeddings"}.get(folder.parent.name)
-    kind = above or ("shards" if folder.name == "data" else folder.name)
-    has_verb = kind in ("concat", "shards", "pairs", "finetune", "index", *_OF_STAGES.split("|"))
-    return _command_for(kind) if has_verb else "make it again, or bring it back from a copy"
-
-
-def _command_for(kind: str) -> str:
-    """Says which command makes an artifact of ``kind``, such as 'embeddings', again."""
-    verb = verb_of(kind)
-    if verb in _WITH_ARGUMENTS:
-        return f"give the same command of {verb} again, with --force"
-    return f"run 'mclclip {verb} --force' to make it again"
+    if kind not in KINDS:
+        return "make it again, or bring it back from a copy"
+    if KINDS[kind].by_flags:
+        return f"give the same command of {KINDS[kind].verb} again, with --force"
+    return f"run 'mclclip {KINDS[kind].verb} --force' to make it again"
 
 
 def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
@@ -148,10 +137,14 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
     if path.name == step_files.STATE:
         step = int(folder.name.removeprefix("step_"))
         entries = step_files.read_entries(folder, step)
-        return {folder / name: record for name, record in entries.items()}, _again(path), False
+        return (
+            {folder / name: record for name, record in entries.items()},
+            _again(path, None),
+            False,
+        )
     manifest = parse_manifest(path)
     records = {folder / name: record for name, record in manifest.records.items()}
-    return records, _command_for(manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
+    return records, _again(path, manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
 
 
 def _difference(folder: Path, path: Path, record: files.Record) -> str | None:

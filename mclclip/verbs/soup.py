@@ -27,6 +27,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
+from mclclip.data.picture_transform import as_transform
 from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
 from mclclip.eval.outcomes import Unit
 from mclclip.eval.protocols import BenchmarkConfig
@@ -323,7 +324,7 @@ def _images(folder: Path, model: Model) -> Iterator[Tensor]:
     if not paths:
         raise FileNotFoundError(f"--images {folder} has neither shards (*.tar) nor pictures below")
     order = np.random.default_rng(0).permutation(len(paths))[: soup.STATISTICS_IMAGES]
-    arrays = bool(getattr(model.preprocess_val, "reads_arrays", False))
+    arrays = as_transform(model.preprocess_val).reads_arrays
     bad = 0
     for start in range(0, len(order), _STATISTICS_BATCH):
         batch = []

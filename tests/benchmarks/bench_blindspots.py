@@ -33,9 +33,9 @@ def write(folder: Path, num_rows: int, dim: int, planted: bool) -> None:
     rng = np.random.default_rng(int(planted))
     for number, start in enumerate(range(0, num_rows, ROWS_PER_FILE)):
         shape = min(ROWS_PER_FILE, num_rows - start), dim
-        rows = search.unit(rng.standard_normal(shape, dtype=np.float32))
+        rows = search.normalize_rows(rng.standard_normal(shape, dtype=np.float32))
         if planted:
-            rows[1::PLANTED] = search.unit(
+            rows[1::PLANTED] = search.normalize_rows(
                 rows[::PLANTED][: len(rows[1::PLANTED])] + 0.2 * rows[1::PLANTED]
             )
         np.save(rows_path(folder, number), rows.astype(np.float16))
@@ -51,9 +51,9 @@ def bare(rows: RowStore, num_pieces: int) -> None:
     """Products of the same blocks."""
     for bank, queries in islice(search.blocks(len(rows)), num_pieces):
         if queries.start == 0:
-            right = search.unit(rows[bank]).T
+            right = search.normalize_rows(rows[bank]).T
             found = np.empty((search.QUERY_ROWS, right.shape[1]), np.float32)
-        left = search.unit(rows[queries])
+        left = search.normalize_rows(rows[queries])
         np.matmul(left, right, out=found[: len(left)])
 
 

@@ -41,7 +41,7 @@ def batches_of(model: Model, size: int) -> tuple[Batch, Batch]:
     height, width = (side, side) if isinstance(side, int) else side
     fixed: dict[str, Any] = {
         "views": [torch.randn(size, 3, height, width, generator=rng)],
-        "labels": torch.zeros(size, 1, dtype=torch.int64),
+        "group_ids": torch.zeros(size, 1, dtype=torch.int64),
         "sample_id": torch.arange(size),
         "step": 0,
         "group_size": size,

@@ -29,7 +29,7 @@ ABOVE = 0.95
 def write(root: Path, num_rows: int, dim: int, num_clusters: int) -> None:
     """Images, captions and evaluation images below ``root``, clusters and the planted pairs."""
     rng = np.random.default_rng(0)
-    centers = search.unit(rng.standard_normal((num_clusters, dim)))
+    centers = search.normalize_rows(rng.standard_normal((num_clusters, dim)))
     labels = rng.integers(num_clusters, size=num_rows).astype(np.int32)
     copies = rng.choice(num_rows, round(PLANTED * num_rows), replace=False)
     source = np.full(num_rows, -1)
@@ -40,14 +40,16 @@ def write(root: Path, num_rows: int, dim: int, num_clusters: int) -> None:
         (root / name).mkdir()
     for number, start in enumerate(range(0, num_rows, ROWS_PER_FILE)):
         ids = np.arange(start, min(start + ROWS_PER_FILE, num_rows))
-        noise = search.unit(rng.standard_normal((len(ids), dim), dtype=np.float32))
-        rows = search.unit(centers[labels[ids]] + 1.5 * noise)
+        noise = search.normalize_rows(rng.standard_normal((len(ids), dim), dtype=np.float32))
+        rows = search.normalize_rows(centers[labels[ids]] + 1.5 * noise)
         for row in np.flatnonzero(np.isin(ids, lower)).tolist():
             kept[start + row] = rows[row]
         for row in np.flatnonzero(source[ids] >= 0).tolist():
-            rows[row] = search.unit((kept[source[start + row]] + 0.2 * noise[row])[None])[0]
+            rows[row] = search.normalize_rows((kept[source[start + row]] + 0.2 * noise[row])[None])[
+                0
+            ]
         labels[ids] = np.argmax(rows @ centers.T, axis=1)
-        texts = search.unit(rng.standard_normal((len(ids), dim), dtype=np.float32) + rows)
+        texts = search.normalize_rows(rng.standard_normal((len(ids), dim), dtype=np.float32) + rows)
         np.save(rows_path(root / "images", number), rows.astype(np.float16))
         np.save(rows_path(root / "texts", number), texts.astype(np.float16))
     np.save(root / "labels.npy", labels)
@@ -89,7 +91,7 @@ def evaluation(root: Path, num_rows: int, num_images: int) -> int:
     """Samples that are copies of evaluation images, which are near copies of the first rows."""
     rows = stored(root / "images", num_rows)
     noise = np.random.default_rng(1).standard_normal((num_images, rows[:1].shape[1]))
-    others = search.unit(rows[:num_images] + 0.2 * search.unit(noise))
+    others = search.normalize_rows(rows[:num_images] + 0.2 * search.normalize_rows(noise))
     nearest, _, _ = near.nearest_other(rows, others, ABOVE, what="the benchmark")
     return int((nearest >= 0).sum())
 

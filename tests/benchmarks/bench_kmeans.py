@@ -32,7 +32,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
 from tests.distributed.conftest import RankPool, here
-from tests.nearest_checks import fit
+from tests.nearest_checks import fit, fit_two_level
 
 Floats = npt.NDArray[np.float32]
 SIZES = {10: (200_000, 10), 100: (200_000, 10), 1000: (50_000, 5), 20_000: (40_000, 2)}
@@ -172,7 +172,7 @@ def one_iteration(sharded: bool) -> tuple[float, float]:
     """Peak MiB and seconds of assigning some rows to a million centroids and updating these."""
     context = here()
     data = np.random.default_rng(0).standard_normal((MILLION_ROWS, MILLION_DIM), dtype=np.float32)
-    rows = RankRows(cut_blocks([data]), None, "spherical", context, cache_bytes=None)
+    rows = RankRows(cut_blocks([data]), context=context)
 
     def iterate() -> None:
         with rows.torch_settings():
@@ -210,7 +210,7 @@ def two_levels_on_rank(paths: Sequence[Path]) -> tuple[float, float, float, int]
     collectives.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     peak = memory.peak_mib(
-        lambda: found.append(kmeans.fit_two_level(blocks, MILLION, context=context, **options))
+        lambda: found.append(fit_two_level(blocks, MILLION, context=context, **options))
     )
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     assert found[0].iterations == MILLION_UPDATES and len(found[0].held) < MILLION

@@ -234,7 +234,7 @@ def marks(variant: Variant, size: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(1)
     drawn = torch.randint(variant.num_classes, (size, columns), generator=random)
     return {
-        "labels": ids[:, None] % 2,
+        "group_ids": ids[:, None] % 2,
         "sample_id": ids,
         "classes": drawn if columns else None,
         "step": 1,
@@ -252,7 +252,7 @@ def loss_alone(variant: Variant, size: int, dim: int) -> Case:
 
     options = variant.parsed
     batch = Batch(
-        views=[features() for _ in range(options.reads.views)],
+        views=[features() for _ in range(options.reads.num_views)],
         text_features=features() if options.reads.captions else None,
         **marks(variant, size),
     )
@@ -269,7 +269,7 @@ def training(variant: Variant, size: int, recipe: str) -> Case:
     trainee = ModelWithObjective(model, build(variant, model)).train()
     shape = size, model.num_channels, model.image_size, model.image_size
     batch = Batch(
-        views=[torch.randn(shape, generator=random) for _ in range(options.reads.views)],
+        views=[torch.randn(shape, generator=random) for _ in range(options.reads.num_views)],
         text=torch.randint(1, 49_000, (size, 20), generator=random) if reads.captions else None,
         **marks(variant, size),
     )

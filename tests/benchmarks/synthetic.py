@@ -14,7 +14,7 @@ def batch(size: int, image_size: int | tuple[int, int]) -> Batch:
     return Batch(
         views=[torch.randn(size, 3, height, width, generator=random)],
         text=torch.randint(1, 49_000, (size, 77), generator=random),
-        labels=torch.zeros(size, 1, dtype=torch.int64),
+        group_ids=torch.zeros(size, 1, dtype=torch.int64),
         sample_id=torch.arange(size),
         step=0,
         group_size=size,

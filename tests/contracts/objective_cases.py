@@ -99,9 +99,8 @@ CASES: dict[str, Case] = {
     "nt_xent": Case({"kind": "nt_xent", "temperature": None}, contrastive("views", info_nce, 0.5)),
     "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
     "ifm-views": Case(
-        {"kind": "ifm", "between": "views", "temperature": LEARNABLE, "epsilon": 0.7, "alpha": 0.5}
-        | {"average": "mean"},
-        contrastive("views", modified(0.7, 1 / 1.5, 0.5 / 1.5), "learnable"),
+        {"kind": "ifm", "between": "views", "temperature": LEARNABLE, "epsilon": 0.7, "alpha": 0.5},
+        contrastive("views", modified(0.7, 0.5, 0.25), "learnable"),
     ),
     "ifm-modified": Case(
         {"kind": "ifm", "term": "modified"}, contrastive("captions", modified(0.1, 0.0, 1.0))

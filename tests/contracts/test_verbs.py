@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,8 @@ from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.export import convert
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Manifest, is_finished
+from mclclip.run.artifacts import INTENT, KINDS, MANIFEST, Artifact, Manifest, is_finished
+from mclclip.run.steps import Step
 from mclclip.util.remake import Remake
 from mclclip.verbs import (
     blindspots,
@@ -41,6 +43,7 @@ from mclclip.verbs import (
 from mclclip.verbs import filter as filtering
 from tests import damage, tiny
 from tests.contracts import identity_cases as identity
+from tests.unit.test_architecture import MODULES, PACKAGE, module_of
 
 Call = Callable[..., object]
 
@@ -131,6 +134,10 @@ VERBS = {  # in the order in which a run needs them
         of_run(export.join, "export.soup=true"), "exports/soup_uniform", "", "",
         "stage_1/export/manifest.json", "run 'mclclip export",
     ),
+    "concat": Verb(
+        of_run(export.join, "export.concat=[raw]"), "exports/concat_raw", "", "",
+        "stage_1/export/manifest.json", "run 'mclclip export",
+    ),
     "filter": Verb(
         of_run(filtering.run, near_duplicates=0.9), "filters/filter", {"near_duplicates": 0.8},
         "near_duplicates.* was 0.9, now 0.8", *EMBEDDED,
@@ -146,6 +153,12 @@ VERBS = {  # in the order in which a run needs them
         call_make_pairs, "pairs", {"per_rule": 3}, "per_rule was 2, now 3", "", "",
     ),
 }  # fmt: skip
+ELSEWHERE = {  # kind -> what holds its contract
+    "blindspots": "unit/curate/test_blindspots.py",
+    "converted": "unit/export/test_targets.py",
+    "finetune": "unit/test_api.py",
+    "image_rows": "unit/test_image_rows.py",
+}
 
 CHANGED = [name for name, verb in VERBS.items() if verb.change]
 READERS = [name for name, verb in VERBS.items() if verb.missing]
@@ -167,6 +180,23 @@ def made(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for verb in VERBS.values():
         verb.call(folder)
     return folder
+
+
+def kinds_of_steps() -> set[str]:
+    """The kinds of artifacts that the steps in mclclip/ make."""
+    for path in MODULES:
+        if "(Step[" in (PACKAGE / path).read_text():
+            import_module(module_of(path))
+    steps = [Step]
+    for step in steps:
+        steps += step.__subclasses__()
+    return {s.kind for s in steps if s.__module__.startswith("mclclip.") and hasattr(s, "kind")}
+
+
+def test_every_kind_of_artifact_has_a_case(made: Path) -> None:
+    found = {json.loads(path.read_text())["kind"] for path in made.rglob(MANIFEST)}
+    assert kinds_of_steps() - found == ELSEWHERE.keys(), "add it to VERBS in this file"
+    assert kinds_of_steps() == KINDS.keys(), "add it to KINDS of mclclip/run/artifacts.py"
 
 
 @pytest.fixture(params=VERBS)

@@ -8,7 +8,7 @@ ZeRO are not among the engines: they refuse parameters on a CPU that has an inde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from mclclip.objectives import base
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
+from mclclip.run.recorder import Recorder, StepProfiler
 from mclclip.train.loop import ModelWithObjective, Trainer
 from mclclip.train.symptoms import Symptoms
 from tests import device_waits, tiny
@@ -93,7 +93,9 @@ ALLOWED: list[tuple[str, str, set[tuple[str, str]]]] = [
 ]
 
 
-def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Trainer:
+def trainer_of(
+    options: dict[str, Any], how: dict[str, Any], folder: Path, batches: Iterable[Batch]
+) -> Trainer:
     """The loop of a tiny model with this objective, on the device."""
     context = Context(collectives.rank(), collectives.world_size(), device=DEVICE)
     parsed, how = base.parse(options), dict(how)
@@ -127,10 +129,9 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
     recorder = Recorder(
         folder, context, name="", global_batch=GLOBAL_BATCH, start=0, total=100,
         steps_per_epoch=100, log_every=50, share_bad=len, track=[], config={},
-        peaks=PeakMemory(DEVICE),
     )  # fmt: skip
     return Trainer(
-        trainee=trainee,
+        module=trainee,
         engine=engine,
         checkpoints=Checkpoints(folder / "checkpoints", CheckpointConfig(keep=1)),
         recorder=recorder,
@@ -139,7 +140,7 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
         learning_rate=lambda step: 1e-3,
         seed_words=(0,),
         checkpoint_every=100,
-        steps_per_epoch=100,
+        batches=batches,
         profiler=StepProfiler(folder, [], 100, DEVICE, context.rank),
     )
 
@@ -152,21 +153,21 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
     classes = torch.stack([torch.randperm(NUM_CLASSES, generator=random) for _ in range(8)])
     images = torch.randint(0, 256, (GLOBAL_BATCH, 3, 32, 32), generator=random, dtype=torch.uint8)
     batch = Batch(
-        views=[images for _ in range(reads.views)],
+        views=[images for _ in range(reads.num_views)],
         text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
-        labels=torch.arange(GLOBAL_BATCH)[:, None] % 2,
+        group_ids=torch.arange(GLOBAL_BATCH)[:, None] % 2,
         classes=classes[:, :columns] if columns else None,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
         group_size=GLOBAL_BATCH // 2,
         extras={
-            f"base_{name[:-1]}_features": torch.randn(GLOBAL_BATCH, 8, generator=random)
+            f"base_{name}": torch.randn(GLOBAL_BATCH, 8, generator=random)
             for name in sorted(reads.base - {"model"})
         },
     )
     if not reads.captions:
         batch.text = None
-    return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+    return batch.slice(collectives.rank() * local, (collectives.rank() + 1) * local)
 
 
 def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict[str, str]:
@@ -174,7 +175,6 @@ def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict
     torch.set_num_threads(1)
     parsed = base.parse(options)
     with following() as waits:
-        trainer = trainer_of(options, how, folder)
 
         def batches() -> Iterator[Batch]:
             for step in range(WARM_UP + STEPS):
@@ -183,7 +183,8 @@ def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict
                 waits.recording = step + 1 >= WARM_UP
             waits.recording = False
 
-        trainer.run(batches(), 0, 100, "")
+        trainer = trainer_of(options, how, folder, batches())
+        trainer.run()
     return waits.found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.ranks import collectives
-from mclclip.run.recorder import NotFinite, PeakMemory, Recorder
+from mclclip.run.recorder import NotFinite, Recorder
 from tests.distributed.conftest import here
 
 Ranks = Callable[..., list[Any]]
@@ -80,7 +80,6 @@ def record(directory: Path, ahead: bool) -> list[str]:
     recorder = Recorder(
         directory, context, name="stage 1", global_batch=8, start=0, total=12, steps_per_epoch=12,
         log_every=4, share_bad=lambda found: 0, track=[], config={},
-        peaks=PeakMemory(torch.device("cpu")),
     )  # fmt: skip
     raised = []
     for done in range(1, 9):

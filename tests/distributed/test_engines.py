@@ -61,20 +61,18 @@ def batch_of(step: int, dtype: torch.dtype = torch.float32) -> Batch:
     whole = Batch(
         views=[image.to(dtype)],
         text=text,
-        labels=torch.arange(GLOBAL_BATCH)[:, None] % 2,
+        group_ids=torch.arange(GLOBAL_BATCH)[:, None] % 2,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
         group_size=GLOBAL_BATCH // 2,
     )
-    return whole.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+    return whole.slice(collectives.rank() * local, (collectives.rank() + 1) * local)
 
 
 def train(engine: Engine, steps: range, dtype: torch.dtype = torch.float32) -> list[float]:
     """Global losses of the steps."""
     losses = []
     for step in steps:
-        if step == steps.start:
-            engine.fix_reduction_order(batch_of(step, dtype))
         loss = engine.update(batch_of(step, dtype), lr=1e-3)["loss"]
         losses.append(float(collectives.all_reduce_sum(loss)) / collectives.world_size())
     return losses
@@ -159,7 +157,7 @@ def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, n
     if micro_batch:
         gradient_cache.backward(engine, batch, micro_batch)
     else:  # the same draws, the whole graph kept
-        pieces = [batch.rows(start, start + 4) for start in range(0, len(batch), 4)]
+        pieces = [batch.slice(start, start + 4) for start in range(0, len(batch), 4)]
         found = [engine.module(piece, dict) for piece in pieces]
         features = {
             n: torch.cat([piece[n] for piece in found]) if value.ndim else value

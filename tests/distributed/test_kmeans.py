@@ -14,7 +14,7 @@ import torch
 
 from mclclip.clustering import centroids, kmeans
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
-from mclclip.clustering.centroids import Tally, assign_blocks
+from mclclip.clustering.centroids import Tally
 from mclclip.config import from_tree
 from mclclip.data import arrays
 from mclclip.data.row_store import RowBlocks, RowStore
@@ -22,7 +22,7 @@ from mclclip.ranks import collectives
 from mclclip.verbs import cluster as verb
 from tests.distributed.conftest import RankPool, here
 from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
-from tests.nearest_checks import assign, fit
+from tests.nearest_checks import assign, assign_rows, fit, fit_two_level
 from tests.unit.clustering.test_centroids import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
@@ -67,7 +67,7 @@ def everything(
 ) -> dict[str, Any]:
     near = assign(blocks, found.centroids, held=found.held, **options)
     tally = Tally(found.num_clusters)
-    seen = tally.of(assign_blocks(blocks, found.centroids, held=found.held, **options))
+    seen = tally.of(assign_rows(blocks, found.centroids, held=found.held, **options))
     assert all(torch.equal(part.labels, near.labels[some]) for some, part in seen)
     centroids = torch.cat(list(kmeans.each_pass(found, here())))
     assert torch.equal(centroids[found.held.start : found.held.stop], found.centroids)
@@ -155,7 +155,7 @@ def test_sharded_centroids_give_the_same_bits(ranks: Ranks, shards: list[Path], 
 
 def held_and_largest(shards: list[Path], num_clusters: int) -> tuple[range, int]:
     """Ids that this rank holds, and the rows of the largest tensor of k-means' state."""
-    found = kmeans.fit(
+    found = fit(
         RowBlocks(RowStore(shards), BLOCK),
         num_clusters,
         init="random",
@@ -178,7 +178,7 @@ def test_each_rank_holds_its_part_and_no_more(ranks: Ranks, shards: list[Path]) 
 def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     blocks = RowBlocks(RowStore(shards), BLOCK)
     common: dict[str, Any] = {"valid": mask(), "context": here()}
-    found = kmeans.fit_two_level(blocks, seed=5, **common, **options)
+    found = fit_two_level(blocks, seed=5, **common, **options)
     common["arithmetic"] = options["arithmetic"]
     return everything(found, blocks, {"labels_per_sample": 4, **common})
 
@@ -206,7 +206,7 @@ def test_more_ranks_than_blocks(ranks: Ranks, shards: list[Path]) -> None:
 
 
 def tiny_cluster(shard: Path, options: dict[str, Any]) -> torch.Tensor:
-    return kmeans.fit(RowBlocks(RowStore([shard]), BLOCK), context=here(), **options).centroids
+    return fit(RowBlocks(RowStore([shard]), BLOCK), context=here(), **options).centroids
 
 
 def run_the_verb(options: dict[str, Any]) -> str:
@@ -357,7 +357,7 @@ def line_of(shards: list[Path], options: dict[str, Any], bad_row: int | None) ->
     if bad_row is not None:  # only one rank reads this block
         blocks[0][bad_row, 3] = np.nan
     try:
-        kmeans.fit(blocks, context=here(), **options)
+        fit(blocks, context=here(), **options)
     except ValueError as error:
         return str(error)
     return "nothing was raised"

@@ -14,7 +14,8 @@ import torch
 
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.recorder import PeakMemory, Recorder
+from mclclip.run import recorder
+from mclclip.run.recorder import Recorder
 from tests import tiny
 
 Ranks = Callable[..., list[Any]]
@@ -22,15 +23,17 @@ WAIT_S = 0.2
 
 
 def record(directory: Path, track: list[str]) -> None:
-    """Two steps, one epoch; a rank holds 1 GiB, the next one 2."""
+    """Two steps, one epoch; a rank holds 1 GiB, the next one 2 (processes are kept: put back)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "peak_bytes", lambda device: (1 + collectives.rank()) * 2**30)
+        take_two_steps(directory, track)
+
+
+def take_two_steps(directory: Path, track: list[str]) -> None:
     rank = collectives.rank()
-    peaks = PeakMemory(torch.device("cpu"))
-    figures = peaks.figures
-    peaks.figures = lambda: figures() | {"memory_gib": 1.0 + rank}  # type: ignore[method-assign]
-    recorder = Recorder(
+    records = Recorder(
         directory, Context(rank, collectives.world_size()), name="stage 1", global_batch=8,
         start=0, total=2, steps_per_epoch=2, log_every=1, share_bad=len, track=track, config={},
-        peaks=peaks,
     )  # fmt: skip
 
     def batches() -> Iterator[Any]:
@@ -38,12 +41,12 @@ def record(directory: Path, track: list[str]) -> None:
             time.sleep(WAIT_S * rank)  # the second rank reads slowly
             yield SimpleNamespace(group_size=4, replaced={})
 
-    for done, _ in enumerate(recorder.reading(batches()), start=1):
+    for done, _ in enumerate(records.read_batches(batches()), start=1):
         parts = {"loss": torch.tensor(1.0 + rank), "logit_scale": torch.tensor(3)}
         parts["grad_norm"] = torch.tensor(2.0)
-        recorder.take(done, parts, lr=0.1)
-        recorder.end_epoch(done)
-    recorder.close()
+        records.take(done, parts, lr=0.1)
+        records.end_epoch(done)
+    records.close()
 
 
 def record_without_wandb(directory: Path) -> None:

@@ -84,5 +84,5 @@ def test_kinds_are_found_by_name_alone(installed: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(installed)
     assert {*toys.KINDS, "info_nce", "mlcd", "mlc", "single_label"} <= {*base.kinds()}
     monkeypatch.delitem(sys.modules, "tests.toys.adversary", raising=False)
-    assert base.options_class("toy_two_views")(kind="toy_two_views").reads.views == 2
+    assert base.options_class("toy_two_views")(kind="toy_two_views").reads.num_views == 2
     assert "tests.toys.adversary" not in sys.modules

@@ -167,7 +167,7 @@ class RecordBatches:
 
         def update(engine: Any, batch: Any, lr: float) -> Any:
             path = self.directory / f"{next(calls):05d}_rank{os.environ.get('RANK', '0')}.npz"
-            np.savez(path, step=batch.step, sample_id=batch.sample_id, labels=batch.labels)
+            np.savez(path, step=batch.step, sample_id=batch.sample_id, group_ids=batch.group_ids)
             return original(engine, batch, lr)
 
         setattr(Engine, "update", update)  # noqa: B010
@@ -176,9 +176,9 @@ class RecordBatches:
         """int64 [updates, global_batch], of all ranks in rank order."""
         return self._read("sample_id", ranks)
 
-    def labels(self, ranks: int = 1) -> np.ndarray:
+    def group_ids(self, ranks: int = 1) -> np.ndarray:
         """int64 [updates, global_batch], truncated as the mask compares them."""
-        return self._read("labels", ranks)
+        return self._read("group_ids", ranks)
 
     def _read(self, name: str, ranks: int) -> np.ndarray:
         by_rank = []

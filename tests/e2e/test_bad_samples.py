@@ -119,7 +119,7 @@ def test_two_ranks_replace_them_alike(
     command = stage_zero(shell, config, tmp_path / "run")
     shell.ok(*command, ranks=2, inside=batches)
     np.testing.assert_array_equal(batches.sample_ids(2), done.batches.sample_ids()[:STEPS])
-    np.testing.assert_array_equal(batches.labels(2), done.batches.labels()[:STEPS])
+    np.testing.assert_array_equal(batches.group_ids(2), done.batches.group_ids()[:STEPS])
 
 
 @in_soak

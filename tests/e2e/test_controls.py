@@ -101,14 +101,12 @@ def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
 def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor]]:
     """Picture and caption of every sample as the training of a variant reads them in epoch 0."""
     layout = RunPaths.of(options, variant)
-    job = StageTraining.of(
-        options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index)
-    )
+    job = StageTraining(options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index))
     grouped, bad = StageGroups(layout.train(1) / "grouped_index").read()
     model = build.build_model(job)
     num_steps = grouped.num_samples // options.train.global_batch
-    opened, plan = TrainingInputs(job.classes, None, None), job.plan(grouped)
-    loader = build.loader_of(job, opened, plan, bad, model, range(num_steps))
+    opened, plan = TrainingInputs(job.classes, None, job.read_extras()), job.plan(grouped)
+    loader = build.build_loader(job, opened, plan, bad, model, range(num_steps))
     found = {}
     for batch in loader:
         assert batch.text is not None

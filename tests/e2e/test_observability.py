@@ -57,12 +57,6 @@ def test_every_step_has_one_row_with_both_ranks_in_it(trained: tuple[Path, str])
     for row in found:
         assert abs(row["samples_per_s"] - 2 * row["samples_per_s_per_rank"]) < 1
         assert row["memory_gib"] > 0 and 0 <= row["data_wait_share"] <= 1
-    phases = {name for name in found[-1] if name.startswith("memory_")}
-    if "memory_start_gib" in phases:  # else the machine cannot measure them
-        assert phases == {
-            "memory_gib", "memory_start_gib", "memory_data_wait_gib", "memory_forward_gib",
-            "memory_backward_gib", "memory_optimizer_gib",
-        }  # fmt: skip
 
 
 def test_the_parts_of_an_epoch_join(trained: tuple[Path, str]) -> None:
@@ -76,7 +70,6 @@ def test_the_parts_of_an_epoch_join(trained: tuple[Path, str]) -> None:
     assert second["loss"] == pytest.approx(sum(losses[left_after:]) / (STEPS - left_after))
     assert f"stage 0: {left_after} of {STEPS}, epoch 1 of 1" in log
     assert f"stage 0: {STEPS} of {STEPS}, epoch 1 of 1" in log
-    assert "memory_checkpoint_gib" in first or "memory_start_gib" not in first
 
 
 def test_the_chosen_step_is_traced_on_one_rank(trained: tuple[Path, str]) -> None:

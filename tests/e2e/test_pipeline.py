@@ -251,7 +251,7 @@ def test_ranks_resume_and_see_the_same_batches(
     shell.ok("train", *copy_of(done, whole, up_to_labels=True), ranks=ranks, inside=batches)
     single = slice(STEPS, 2 * STEPS)  # of the whole run on one rank: stage 1
     np.testing.assert_array_equal(batches.sample_ids(ranks), done.batches.sample_ids()[single])
-    np.testing.assert_array_equal(batches.labels(ranks), done.batches.labels()[single])
+    np.testing.assert_array_equal(batches.group_ids(ranks), done.batches.group_ids()[single])
 
     command = ["train", *copy_of(done, cut, up_to_labels=True), "train.checkpoint.every=1"]
     killed_at_every_step(shell, command, ranks)

@@ -53,7 +53,7 @@ def plan_digests() -> Iterator[tuple[str, str]]:
             for step in range(plan.steps_per_epoch):
                 batch = plan.batch(step)
                 found.update(batch.ids.astype("<i8").tobytes())
-                found.update(batch.labels.astype("<i8").tobytes())
+                found.update(batch.group_ids.astype("<i8").tobytes())
                 found.update(f"{batch.prefix_length} {batch.group_size};".encode())
         yield f"{name} {policy} {order} {seed} {stage}", found.hexdigest()[:16]
 
@@ -73,7 +73,7 @@ def _of_batches(batches: TrainingBatches) -> str:
     found = hashlib.sha256()
     for step in range(batches.steps_per_epoch + 3):
         batch = batches[step]
-        for tensor in (*batch.views, batch.labels, batch.sample_id, batch.text):
+        for tensor in (*batch.views, batch.group_ids, batch.sample_id, batch.text):
             if tensor is not None:
                 found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
                 found.update(tensor.numpy().tobytes())

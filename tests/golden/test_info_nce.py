@@ -24,14 +24,14 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("tile", [1024, 5])
 def test_mask_of_ones_is_clip_loss(dtype: torch.dtype, tolerance: float, tile: int) -> None:
     image, text, scale = inputs(dtype)
-    labels, ids = torch.full((16, 1), 4), torch.arange(16)
+    group_ids, ids = torch.full((16, 1), 4), torch.arange(16)
     unit = (functional.normalize(image, dim=-1), functional.normalize(text, dim=-1))
     found = parts_of(
         InfoNCE(tile=tile),
         image_features=unit[0],
         text_features=unit[1],
         logit_scale=scale,
-        labels=labels,
+        group_ids=group_ids,
         sample_id=ids,
     )
     expected = open_clip.ClipLoss()(*unit, scale)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score
 
-from mclclip.clustering import kmeans
 from mclclip.data.arrays import cut_blocks
 from tests.nearest_checks import assign, fit
 
@@ -60,5 +59,5 @@ def test_own_starts_are_no_worse_than_faiss(algorithm: Any) -> None:
     reference.train(rows)
     theirs = reference.index.search(rows, 1)[0].sum()
     inertia = float(len(rows) - theirs) if spherical else float(theirs)
-    found = kmeans.fit(cut_blocks([rows], 300), NUM_CLUSTERS, algorithm=algorithm, restarts=5)
+    found = fit(cut_blocks([rows], 300), NUM_CLUSTERS, algorithm=algorithm, restarts=5)
     assert found.inertia <= inertia * 1.01

@@ -23,7 +23,7 @@ def test_mask_of_ones_is_siglip(dtype: torch.dtype, tolerance: float, tile: int)
     found = parts_of(
         Sigmoid(tile=tile),
         image_features=unit[0],
-        labels=torch.full((16, 1), 4),
+        group_ids=torch.full((16, 1), 4),
         sample_id=torch.arange(16),
         text_features=unit[1],
         logit_scale=scale,

@@ -22,7 +22,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.util.search import NearPairs, choose_index, near_rows, nearest, nearest_to_few
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, no_faiss, random, same_bits, unit
-from tests.nearest_checks import assign, check_nearest, every_arithmetic, fit
+from tests.nearest_checks import assign, check_nearest, every_arithmetic, fit, fit_two_level
 
 CPU = torch.device("cpu")
 ALGORITHMS: tuple[Algorithm, ...] = ("spherical", "euclidean")
@@ -186,9 +186,7 @@ def levels(where: Where) -> str:
     found = {}
     for device in {CPU, where.device}:
         context = Context(device=device)
-        result = kmeans.fit_two_level(
-            cut_blocks([rows], 500), 90, num_splits=6, seed=1, context=context
-        )
+        result = fit_two_level(cut_blocks([rows], 500), 90, num_splits=6, seed=1, context=context)
         near = assign(cut_blocks([rows]), result.centroids, context=context)
         found[device] = float(near.distances.double().sum())
     cpu, here = found[CPU], found[where.device]

@@ -218,7 +218,7 @@ def info_nce(where: Where) -> str:
             image_features=inputs[0],
             text_features=inputs[1],
             logit_scale=scale,
-            labels=labels.to(device),
+            group_ids=labels.to(device),
             sample_id=sample_id.to(device),
         )
         parts["loss"].backward()

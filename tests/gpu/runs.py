@@ -265,9 +265,6 @@ def class_centers_run(where: Where) -> str:
     if where.on_gpu:
         assert "CUDA" in table, "the profile has no times of the GPU"
         assert rows[-1]["memory_gib"] * 2**30 <= torch.cuda.get_device_properties(0).total_memory
-    assert all(
-        row[f"memory_{part}_gib"] > 0 for row in rows[-1:] for part in ("forward", "backward")
-    )
     losses = [f"{row['loss']:.3f}" for row in rows]
     assert results.read(run_dir / "results.jsonl")
     return f"losses {losses[0]} to {losses[-1]}"

@@ -47,7 +47,7 @@ def batch_of(step: int, device: torch.device, image_size: int = 32, context: int
     return Batch(
         views=[torch.randn(BATCH, 3, image_size, image_size, generator=generator)],
         text=torch.randint(1, 400, (BATCH, context), generator=generator),
-        labels=torch.arange(BATCH)[:, None] % 2,
+        group_ids=torch.arange(BATCH)[:, None] % 2,
         sample_id=torch.arange(BATCH),
         step=step,
         group_size=BATCH // 2,
@@ -115,8 +115,6 @@ def train(engine: Engine, steps: range = range(STEPS), **sizes: int) -> Tensor:
     losses = []
     for step in steps:
         batch = batch_of(step, engine.context.device, **sizes)
-        if step == steps.start:
-            engine.fix_reduction_order(batch)
         process_group.seed_everything(step)
         losses.append(engine.update(batch, lr=LR)["loss"])
     return torch.stack(losses).double().cpu()

@@ -34,7 +34,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        return Reads(captions=True, logit_scale=True, groups=True, pixels=True)
+        return Reads(captions=True, logit_scale=True, groups=True, changes_pixels=True)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         wide = torch.float64 if inputs.precision == "float64" else torch.float32

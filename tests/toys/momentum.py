@@ -33,7 +33,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        return Reads(views=2, weights=True)
+        return Reads(num_views=2, follows_weights=True)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         return Momentum(inputs.model, self.momentum, self.queue)

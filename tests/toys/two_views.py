@@ -30,7 +30,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        return Reads(views=2)
+        return Reads(num_views=2)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         return TwoViews(self.temperature)

@@ -337,6 +337,8 @@ def test_a_training_without_groups_gets_no_pseudo_labels(tmp_path: Path) -> None
 def test_more_labels_than_clusters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="labels_per_sample=5 is more than cluster.num_clusters=4"):
         make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=5)
+    with pytest.raises(ValueError, match="num_splits=5 is more than cluster.num_clusters=4"):
+        make_run(tmp_path / "run", tmp_path / "shards", method="two_level", num_splits=5)
 
 
 def test_too_many_clusters_leave_nothing_behind(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, RunPaths, made_of, parse_manifest
+from mclclip.run.artifacts import INTENT, MANIFEST, RunPaths, parse_manifest, read_identity
 from mclclip.run.steps import make
 from mclclip.util import files
 from mclclip.util.remake import Remake
@@ -108,7 +108,7 @@ def test_an_untouched_copy_is_read(config: Config) -> None:
 def test_a_grouped_index_that_was_cut_is_refused_and_made_again(config: Config) -> None:
     training(config)
     directory = RunPaths.of(config).train(1)
-    files.write_json(directory / INTENT, made_of(directory))  # as if it had not finished
+    files.write_json(directory / INTENT, read_identity(directory))  # as if it had not finished
     (directory / MANIFEST).unlink()
     groups = StageGroups(directory / "grouped_index")
     assert groups.damage() is None
@@ -160,7 +160,7 @@ def test_doctor_passes_a_whole_run_and_one_that_is_being_made(
     config = damage.copied(trained_run, tmp_path)
     assert doctor(config, capsys) == (0, [])
     embeddings = RunPaths.of(config).embeddings(0)
-    files.write_json(embeddings / INTENT, made_of(embeddings))
+    files.write_json(embeddings / INTENT, read_identity(embeddings))
     (embeddings / MANIFEST).unlink()
     (embeddings / "00001.npy").unlink()
     temporary = RunPaths.of(config).train(1) / "checkpoints" / ".step_00000004.tmp"
@@ -247,6 +247,21 @@ def test_doctor_warns_of_files_without_their_list(
     assert entry.main(["doctor", config.run_dir]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warn"))
     assert os.path.dirname(name) in line
+
+
+@pytest.mark.parametrize(
+    ("place", "verb"),
+    [("filters/filter", "filter"), ("blindspots/stage_0-stage_1", "blindspots")],
+)
+def test_doctor_misses_the_list_of_what_flags_made(
+    tmp_path: Path, place: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their flags stand nowhere in the run, so no command is offered without them."""
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "weights.npy").write_bytes(b"rows")
+    assert entry.main(["doctor", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warn") and place in line and f"same command of {verb} " in line
 
 
 @pytest.mark.parametrize(
@@ -476,7 +491,7 @@ def test_samples_that_are_excluded_no_more_are_embedded_again(
 
 def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -> None:
     samples = SampleIndex.open(RunPaths.of(own_shards).index)
-    samples.add_bad({1: "unfit", 2: "no_caption", 3: "truncated"})
+    samples.add_bad({1: "unsuitable", 2: "no_caption", 3: "truncated"})
     assert samples.bad_ids().tolist() == [3]
 
 

@@ -29,7 +29,7 @@ from mclclip.verbs.plan import Machine
 from tests import tiny
 from tests.contracts.objective_cases import CASES
 from tests.matrix import in_soak, kept
-from tests.plans import CC12M, measure, recipe
+from tests.plans import CC12M, recipe
 
 RECIPES = sorted((tiny.ROOT / "launch" / "recipes").glob("*.yaml"))
 GIB = 2**30
@@ -42,7 +42,6 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     roomy = Usage(100 * 1024 * GIB, 0, 100 * 1024 * GIB)
     monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: roomy)
-    monkeypatch.setattr(memory, "measure", measure)
 
 
 def tiny_config(*overrides: str) -> Config:
@@ -270,13 +269,15 @@ def test_shares_of_the_papers_setting() -> None:
 
 def test_assumed_sizes() -> None:
     """Zipf's law in every clustering, and no sample lost to rounding."""
-    equal, tailed = (of["groups"] for of in plan.steps.assumed_epochs(1100, (2, 3), 4, "backoff"))
+    equal, tailed = (
+        of["groups"] for of in plan.steps.estimate_coverage(1100, (2, 3), 4, "backoff")
+    )
     assert (equal["smallest"], equal["median"], equal["largest"]) == (183, 183, 184)
     assert (tailed["num_groups"], tailed["smallest"], tailed["largest"]) == (6, 67, 400)
     assert tailed["median"] == (133 + 200) / 2
-    few, _ = plan.steps.assumed_epochs(9, (3, 3), 4, "backoff")
+    few, _ = plan.steps.estimate_coverage(9, (3, 3), 4, "backoff")
     assert few["groups"]["num_groups"] == 9
-    assert plan.steps.assumed_epochs(100, (11, 11), 4, "backoff") == []
+    assert plan.steps.estimate_coverage(100, (11, 11), 4, "backoff") == []
 
 
 def test_what_has_no_groups_shows_none() -> None:
@@ -290,7 +291,7 @@ def test_what_has_no_groups_shows_none() -> None:
 def test_kept_checkpoints() -> None:
     options = tiny_config("train.checkpoint={every: 2, keep: 2, keep_every: 4}", "train.steps=11")
     # Of 2, 4, 6, 8, 10 and 11 the last, and 4 and 8 for good.
-    assert costs.number_kept(options.train, (11, 11)) == 3
+    assert costs.count_checkpoints(options.train, (11, 11)) == 3
 
 
 @in_soak

@@ -369,3 +369,19 @@ def test_messages_that_the_page_of_failures_quotes_are_those_of_the_program() ->
     pieces = [piece.strip() for message in quoted for piece in message.split("…")]
     lost = [piece for piece in pieces if piece not in strings_of_the_program()]
     assert not lost, "the program says none of these"
+
+
+def test_the_step_of_a_training_is_where_the_page_says() -> None:
+    section = (
+        TEXT[f"{SITE}/design.md"].partition("## One step of a training")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `(\S+\.py)` \| `(?:(\w+)\.)?(\w+)` \|", section, re.M)
+    assert len(rows) > 10
+    for path, owner, name in rows:
+        tree: Any = ast.parse((ROOT / "mclclip" / path).read_text())
+        body = (
+            next(c for c in tree.body if getattr(c, "name", "") == owner).body
+            if owner
+            else tree.body
+        )
+        assert name in {getattr(each, "name", "") for each in body}, (path, owner, name)

@@ -1,7 +1,7 @@
-"""The demo's pictures without captions: seven independent attributes of a rendered scene.
+"""The demo's rendered pictures (`data.patterns`) without captions, for encoders of images alone.
 
-They are those of ``data.patterns``, for encoders of images alone: background fills the picture, and
-SimCLR reads count and shape worse than an untrained network does (docs/pages/evidence/remedies.md).
+They have seven independent attributes. The background fills the picture, and an encoder trained by
+SimCLR recognizes count and shape worse than an untrained network (docs/pages/evidence/remedies.md).
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def build(sources: Sources, seed: int, *, num_train: int = 12_000, num_test: int
         for place, pattern in enumerate(patterns(number, key)):
             yield png_sample(place, pattern.image, pattern.values)
 
-    # Two keys of one seed: no picture of the test split is drawn as one of the other.
+    # Each split has its own key, so that no picture is in both.
     return {"train": samples(num_train, 2 * seed), "test": samples(num_test, 2 * seed + 1)}

@@ -1,9 +1,9 @@
 """CelebA (Liu et al., 2015) resampled so that black hair, smiling and male are independent.
 
-MCL (section 5) names these attributes and says that they were made independent, not how. Here, in
-the published training part and in the published test part each, the images fall into 8 cells by
-the three attributes; of every cell as many images are drawn, without replacement, as the smallest
-one holds. Every combination is then equally frequent. The published validation part is left out.
+MCL (section 5) names these attributes and says that they were made independent, but not how. Here
+the images of the published training part fall into 8 cells by the three attributes, and of every
+cell as many images are drawn, without replacement, as the smallest one holds. So every combination
+is equally frequent. The published test part is treated likewise; the validation part is left out.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PARTS = {"train": 0, "test": 2}
 
 
 def build(sources: Sources, seed: int, *, size: int | None = None) -> Splits:
-    """Images of ``--source celeba=FOLDER``; attributes black_hair, smiling, male (0 or 1).
+    """Reads images of ``--source celeba=FOLDER``; attributes black_hair, smiling, male (0 or 1).
 
     The folder (or ``celeba`` in it) holds ``img_align_celeba/*.jpg``, ``list_attr_celeba.txt`` and
-    ``list_eval_partition.txt``. Files are stored as they are; with ``size`` as PNG with a shorter
-    side of so many pixels. Raises FileNotFoundError for missing files and ValueError for files that
-    are not CelebA's.
+    ``list_eval_partition.txt``. Files are stored unchanged, or, with a ``size``, as PNG whose
+    shorter side has so many pixels. Raises FileNotFoundError for missing files and ValueError for
+    files that are not CelebA's.
     """
     check_size(size)
     folder = sources.folder("celeba")
@@ -40,10 +40,10 @@ def build(sources: Sources, seed: int, *, size: int | None = None) -> Splits:
     parts = {row[0]: int(row[1]) for row in rows}
 
     def samples(split: str) -> Iterator[PackedSample]:
-        own = np.array([row for row, name in enumerate(names) if parts.get(name) == _PARTS[split]])
-        if not len(own):
+        members = [row for row, name in enumerate(names) if parts.get(name) == _PARTS[split]]
+        if not members:
             raise ValueError(f"{partition} puts no image into {split}")
-        for number, row in enumerate(balanced(own, values, seed)):
+        for number, row in enumerate(balance(np.array(members), values, seed)):
             path = folder / "img_align_celeba" / names[row]
             if not path.is_file():
                 raise FileNotFoundError(f"no {path}, which list_attr_celeba.txt names")
@@ -53,12 +53,12 @@ def build(sources: Sources, seed: int, *, size: int | None = None) -> Splits:
     return {split: samples(split) for split in _PARTS}
 
 
-def balanced(
+def balance(
     rows: npt.NDArray[np.int64], values: npt.NDArray[np.int64], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Sorted rows of which every combination of ``values`` [N, 3] (0 or 1) is equally frequent.
+    """Draws from ``rows``, so that every combination of ``values`` [N, 3] (0 or 1) is as frequent.
 
-    Raises ValueError where a combination does not occur.
+    Returns sorted rows. Raises ValueError if a combination does not occur.
     """
     cells = values[rows] @ np.array([4, 2, 1])
     counts = np.bincount(cells, minlength=8)
@@ -82,7 +82,7 @@ def _lines(path: Path) -> list[list[str]]:
 
 
 def _read_attributes(path: Path) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """File names, and the three attributes int64 [N, 3]: 0 or 1 where the file has -1 and 1."""
+    """Reads file names, and the three attributes int64 [N, 3]: 0 for the file's -1, 1 for 1."""
     lines = [*_lines(path), [], []]
     header, rows = lines[1], [row for row in lines[2:] if row]
     try:

@@ -1,7 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009): 32 pixels, 10 classes, 50,000 train and 10,000 test images.
 
-No file is executed or unpacked to disk: pickled batches may hold only arrays and plain values, and
-members of archives are decoded from the stream.
+Nothing in the files is executed, and no archive is unpacked to disk: pickled batches may hold only
+arrays and plain values, and members of archives are decoded from the stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from mclclip.data.datasets.sources import (
     in_random_order,
     picture_of,
     png_sample,
-    suffix_of,
 )
-from mclclip.data.decode import IMAGE_EXTENSIONS
+from mclclip.data.decode import IMAGE_EXTENSIONS, suffix_of
 from mclclip.data.shard_writer import PackedSample
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -32,7 +31,7 @@ _BATCHES = {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_ba
 
 
 def build(sources: Sources, seed: int) -> Splits:
-    """The images of ``--source cifar10=FOLDER`` as PNG; attribute class."""
+    """Reads the images of ``--source cifar10=FOLDER`` and makes PNGs; attribute class."""
     folder = sources.folder("cifar10")
 
     def samples(split: str) -> Iterator[PackedSample]:
@@ -43,11 +42,11 @@ def build(sources: Sources, seed: int) -> Splits:
 
 
 def read_cifar10(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
-    """uint8 [32, 32, 3] and class name of every image of ``train`` or ``test``.
+    """Yields pixels uint8 [32, 32, 3] and class name of every image of ``train`` or ``test``.
 
-    Reads ``cifar-10-batches-py`` (in ``folder``, or ``folder`` itself), ``SPLIT/CLASS/*`` as
-    folders, or as members of ``*.tar.gz``, ``*.tgz`` and ``*.tar`` files in ``folder``. Raises
-    FileNotFoundError where there is none of these, ValueError for what does not decode.
+    They are in ``cifar-10-batches-py`` (in ``folder``, or ``folder`` itself), or in
+    ``SPLIT/CLASS/*``, as folders or in ``*.tar.gz``, ``*.tgz`` and ``*.tar`` files in ``folder``.
+    Raises FileNotFoundError if there is none of these, ValueError for files that do not decode.
     """
     names = _BATCHES[split]
     for batches in (folder / "cifar-10-batches-py", folder):
@@ -76,7 +75,7 @@ def read_cifar10(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads arrays and plain values; a pickle that names anything else is refused."""
+    """Unpickles arrays and plain values, and refuses a pickle that names anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
@@ -84,7 +83,7 @@ class _ArraysOnly(pickle.Unpickler):
         cores = ("numpy.core.multiarray", "numpy._core.multiarray")
         if module in cores and name == "_reconstruct":
             return lambda kind, shape, code: kind.__new__(kind, shape, code)
-        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
+        if (module, name) == ("_codecs", "encode"):  # for bytes that Python 3 wrote for Python 2
             return lambda text, _: text.encode("latin1")
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
@@ -104,9 +103,9 @@ def _read_batch(path: Path) -> Iterator[tuple[Pixels, str]]:
 
 
 def read_archives(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
-    """Pixels and class of the members ``SPLIT/CLASS/NAME`` of all archives in a folder.
+    """Yields pixels and class of the members ``SPLIT/CLASS/NAME`` of all archives in a folder.
 
-    Raises ValueError for a member whose path leaves the archive, and for a damaged archive.
+    Raises ValueError for a member whose path leads out of the archive, and for a damaged archive.
     """
     endings = (".tar.gz", ".tgz", ".tar")
     for path in sorted(p for p in folder.iterdir() if p.name.endswith(endings)):
@@ -118,10 +117,10 @@ def read_archives(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
                         raise ValueError(
                             f"{path} has a member {member.name!r} that leads out of it"
                         )
-                    wanted = len(parts) == 3 and parts[0] == split and member.isreg()
-                    if wanted and suffix_of(Path(parts[2])) in IMAGE_EXTENSIONS:
+                    is_of_split = len(parts) == 3 and parts[0] == split and member.isreg()
+                    if is_of_split and suffix_of(parts[2]) in IMAGE_EXTENSIONS:
                         data = tar.extractfile(member)
-                        assert data is not None  # of a regular file it never is
+                        assert data is not None  # since it is a regular file
                         picture = picture_of(data.read(), f"{member.name} in {path}")
                         yield np.asarray(picture), parts[1]
         except (tarfile.TarError, EOFError, OSError) as error:

@@ -1,8 +1,8 @@
-"""CIFAR-MNIST: four channels, an image of CIFAR-10 and a digit of MNIST in the fourth.
+"""CIFAR-MNIST: an image of CIFAR-10 with a digit of MNIST in a fourth channel.
 
-MCL section 5 after Chen et al., "Intriguing properties of contrastive losses" (2021): the two are
-put together at random, so that the classes are independent features. The digit has a border of two
-empty pixels on each side (28 -> 32); the papers do not say how they scale it.
+MCL uses it in section 5, after Chen et al., "Intriguing properties of contrastive losses" (2021).
+Image and digit are paired at random, so that their classes are independent features. The digit has
+a border of two empty pixels on each side (28 -> 32); the papers do not say how they scale it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mclclip.data.datasets.sources import (
 from mclclip.data.shard_writer import PackedSample
 
 _MAX_IDX_BYTES = 1 << 30
-_DIGITS_FOR_TRAINING = 8_000  # of the 10,000 test digits, where the 60,000 others are absent
+_DIGITS_FOR_TRAINING = 8_000  # of the 10,000 test digits, if the 60,000 others are absent
 
 
 def build(sources: Sources, seed: int, *, digits: int | None = None) -> Splits:
-    """Arrays [32, 32, 4] from ``--source cifar10=FOLDER`` and ``mnist=FOLDER``; attributes cifar
-    (name) and mnist (0 to 9).
+    """Makes arrays [32, 32, 4] of ``--source cifar10=FOLDER`` and ``mnist=FOLDER``.
 
-    Images of CIFAR's train part get digits of MNIST's train part, test of test. Every digit is used
-    equally often, give or take one, each time in another random order. ``digits`` draws so many
-    different ones of the train part, for the images of both splits: a probe of the digit then says
-    nothing about digits that were not trained on.
+    Attributes are cifar (name) and mnist (0 to 9). Images of CIFAR's train part get digits of
+    MNIST's train part, and test images test digits. All digits are used in a random order, then all
+    again in another order, and so on.
 
-    Raises ValueError for none or more than there are.
+    ``digits`` uses only so many digits, of the train part, for the images of both splits. A probe
+    of the digit then says nothing about digits that were not trained on. Raises ValueError if it is
+    0, or more than there are.
     """
     cifar, mnist = sources.folder("cifar10"), sources.folder("mnist")
 
@@ -51,10 +51,10 @@ def build(sources: Sources, seed: int, *, digits: int | None = None) -> Splits:
                 )
             some = np.random.default_rng([seed, digits]).permutation(len(shapes))[:digits]
             shapes, labels = shapes[some], labels[some]
-        drawn = random_digits(shapes, labels, seed)
+        pairs = random_digits(shapes, labels, seed)
         images = in_random_order(read_cifar10(cifar, split), seed)
         for number, (pixels, name) in enumerate(images):
-            digit, label = next(drawn)
+            digit, label = next(pairs)
             four = np.dstack([pixels, np.pad(digit, 2)])
             yield array_sample(number, four, {"cifar": name, "mnist": label})
 
@@ -70,11 +70,11 @@ def random_digits(digits: Pixels, labels: Pixels, seed: int) -> Iterator[tuple[P
 
 
 def read_mnist(folder: Path, split: str) -> tuple[Pixels, Pixels]:
-    """Digits uint8 [n, 28, 28] and their labels uint8 [n] of ``train`` or ``test``.
+    """Reads digits uint8 [n, 28, 28] and their labels uint8 [n] of ``train`` or ``test``.
 
-    Reads idx files, compressed or not, in ``folder/MNIST/raw``, ``folder/raw`` or ``folder``. Where
-    there are only the 10,000 test digits, the first 8,000 are for training and the others for
-    testing (in proportion where there are fewer).
+    They are in idx files, compressed or not, in ``folder/MNIST/raw``, ``folder/raw`` or ``folder``.
+    If there are only the 10,000 test digits, the first 8,000 are for training and the others for
+    testing (in proportion if there are fewer).
     """
     digits, labels = (_idx(folder, stem) for stem in ("t10k-images-idx3", "t10k-labels-idx1"))
     whole = _idx(folder, "train-images-idx3")
@@ -95,8 +95,8 @@ def read_mnist(folder: Path, split: str) -> tuple[Pixels, Pixels]:
         part = slice(cut) if split == "train" else slice(cut, None)
         digits, labels = digits[part], labels[part]
     if not len(digits) or labels.max() > 9:
-        found = f"a label {labels.max()}" if len(digits) else f"no {split} digit"
-        raise ValueError(f"MNIST in {folder} has {found}: wanted digits with labels from 0 to 9")
+        fault = f"a label {labels.max()}" if len(digits) else f"no {split} digit"
+        raise ValueError(f"MNIST in {folder} has {fault}: wanted digits with labels from 0 to 9")
     return digits, labels
 
 
@@ -114,15 +114,13 @@ def _idx(folder: Path, stem: str) -> Pixels | None:
 
 
 def _read_idx(file: BinaryIO) -> Pixels:
-    """An idx file of bytes: 0, 0, 8, the number of dimensions, the sizes, the values."""
+    """Reads an idx file. It has the bytes 0, 0, 8, the number of dimensions, sizes and values."""
     zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
     if zeros or kind != 8 or not 1 <= dimensions <= 3:
         raise ValueError("its first bytes are not those of unsigned bytes in 1 to 3 dimensions")
     shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
-    wanted = int(np.prod(shape, dtype=object))
-    if wanted > _MAX_IDX_BYTES:
-        raise ValueError(f"its header tells of {wanted:,} values")
-    data = file.read(wanted + 1)
-    if len(data) != wanted:
-        raise ValueError(f"its header tells of {wanted:,} values, and it does not end there")
+    num_values = int(np.prod(shape, dtype=object))
+    data = file.read(num_values + 1) if num_values <= _MAX_IDX_BYTES else b""
+    if len(data) != num_values:
+        raise ValueError(f"its header tells of {num_values:,} values, and it does not end there")
     return np.frombuffer(data, np.uint8).reshape(shape)

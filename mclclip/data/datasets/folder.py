@@ -1,4 +1,7 @@
-"""Any folder of classes: ``train/CLASS/*`` and ``test/CLASS/*``, or ``CLASS/*`` split by seed."""
+"""Any folder with a sub-folder for each class.
+
+It is ``train/CLASS/*`` and ``test/CLASS/*``, or ``CLASS/*``, which is then split at random.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from mclclip.data.datasets.sources import (
     check_size,
     file_sample,
     in_random_order,
-    suffix_of,
 )
-from mclclip.data.decode import IMAGE_EXTENSIONS
+from mclclip.data.decode import IMAGE_EXTENSIONS, suffix_of
 from mclclip.data.shard_writer import PackedSample
 
 Classes = Mapping[str, Iterable[Path]]
@@ -24,11 +26,11 @@ Classes = Mapping[str, Iterable[Path]]
 def build(
     sources: Sources, seed: int, *, size: int | None = None, test_share: float = 0.2
 ) -> Splits:
-    """The images of ``--source folder=FOLDER``; attribute class is the folder's name.
+    """Reads the images of ``--source folder=FOLDER``; attribute class is the sub-folder's name.
 
-    Files are stored as they are; with ``size`` as PNG with a shorter side of so many pixels. Where
-    there is no ``train`` and ``test``, this share of each class (rounded; at least one image of two
-    or more, and never all) is drawn for the test set.
+    Files are stored unchanged, or, with a ``size``, as PNG whose shorter side has so many pixels.
+    If there is no ``train`` and ``test``, ``test_share`` of each class is drawn for the test set:
+    the number is rounded, is at least one for two images or more, and leaves one for training.
     """
     check_size(size)
     if not 0 < test_share < 1:
@@ -38,19 +40,19 @@ def build(
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         splits = {split: class_folders(folder / split) for split in ("train", "test")}
     else:
-        splits = _drawn(class_folders(folder), seed, test_share)
+        splits = _split(class_folders(folder), seed, test_share)
     return {split: class_samples(classes, seed, size) for split, classes in splits.items()}
 
 
 def class_folders(folder: Path, only: Sequence[str] | None = None) -> dict[str, list[Path]]:
-    """The image files of every class below ``folder``, both sorted; hidden ones are ignored.
+    """Lists the image files of every class below ``folder``, both sorted, without hidden ones.
 
-    ``only`` names the classes that are wanted. Raises ValueError for a class without images and
-    where there is no class, FileNotFoundError for a wanted class that is not there.
+    ``only`` names the classes to list; None: all. Raises ValueError if there is no class, or a
+    class has no images, FileNotFoundError if a class of ``only`` is missing.
     """
-    found = {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
-    names = sorted(found) if only is None else list(only)
-    if missing := [name for name in names if name not in found]:
+    present = {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
+    names = sorted(present) if only is None else list(only)
+    if missing := [name for name in names if name not in present]:
         raise FileNotFoundError(
             f"{len(missing)} of {len(names)} classes have no folder in {folder}, such as "
             f"{missing[0]}"
@@ -75,19 +77,19 @@ def class_samples(
     size: int | None,
     facts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[PackedSample]:
-    """Samples in an order drawn by the seed; attribute class, and the ``facts`` of a class where
-    there are."""
-    named = ((name, path) for name, paths in classes.items() for path in paths)
-    for number, (name, path) in enumerate(in_random_order(named, seed)):
+    """Yields samples in a random order; attributes class, and the ``facts`` of the class."""
+    images = ((name, path) for name, paths in classes.items() for path in paths)
+    for number, (name, path) in enumerate(in_random_order(images, seed)):
         about = {"class": name, **(facts or {}).get(name, {}), "file": path.name}
         yield file_sample(number, path, about, size)
 
 
-def _drawn(classes: Mapping[str, list[Path]], seed: int, share: float) -> dict[str, Classes]:
+def _split(classes: Mapping[str, list[Path]], seed: int, share: float) -> dict[str, Classes]:
     train, test = {}, {}
     for number, (name, paths) in enumerate(classes.items()):
-        wanted = min(max(1, round(share * len(paths))), len(paths) - 1)
-        drawn = {*np.random.default_rng([seed, number]).permutation(len(paths))[:wanted].tolist()}
+        num_test = min(max(1, round(share * len(paths))), len(paths) - 1)
+        order = np.random.default_rng([seed, number]).permutation(len(paths))
+        drawn = {*order[:num_test].tolist()}
         train[name] = [path for place, path in enumerate(paths) if place not in drawn]
         test[name] = [path for place, path in enumerate(paths) if place in drawn]
     return {"train": train, "test": test}

@@ -1,7 +1,7 @@
-"""Builds a data set of classes of an ImageNet folder, named by WordNet id or by a list.
+"""Some classes of an ImageNet folder, by a list of their WordNet ids.
 
-``in1p`` are the ten dog breeds of SimLAP's IN1P (appendix D.1). Its IN25, 25 classes in 5
-superclasses, is printed as pictures only: write its list into a file.
+The list ``in1p`` has the ten dog breeds of SimLAP's IN1P (appendix D.1). The paper prints its IN25,
+25 classes in 5 superclasses, only as pictures: to use it, write its list into a file.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ SUBSETS = {
 
 
 def build(sources: Sources, seed: int, *, subset: str = "in1p", size: int | None = None) -> Splits:
-    """``train/WNID/*`` and ``val/WNID/*`` of ``--source imagenet=FOLDER``, the latter as test.
+    """Reads ``train/WNID/*``, and ``val/WNID/*`` as test, of ``--source imagenet=FOLDER``.
 
-    ``subset`` is ``in1p`` or a file with a WordNet id per line, which the name of its superclass
-    may follow. Attributes: class (the id), and name or superclass. ``size``: see ``folder``.
+    ``subset`` is ``in1p`` or a file with a WordNet id on each line, after which the name of its
+    superclass may stand. Attributes are class (the id), and name or superclass. ``size`` is as for
+    the data set ``folder``.
     """
     check_size(size)
     if subset in SUBSETS:
@@ -51,10 +52,10 @@ def build(sources: Sources, seed: int, *, subset: str = "in1p", size: int | None
 
 
 def read_list(path: Path) -> dict[str, dict[str, str]]:
-    """WordNet id -> its facts, as ``subset`` says; empty lines and those with # are skipped.
+    """Reads the file of a subset: {WordNet id: {'superclass': NAME} or {}}.
 
-    Raises FileNotFoundError, and ValueError for a line that begins otherwise and for an id that
-    comes twice.
+    Empty lines and those with # are skipped. Raises FileNotFoundError, and ValueError for another
+    line and for an id that occurs twice.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no subset {str(path)!r}: wanted {', '.join(SUBSETS)}, or a file")

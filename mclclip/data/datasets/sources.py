@@ -13,32 +13,38 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mclclip.data.decode import IMAGE_EXTENSIONS, MAX_IMAGE_PIXELS, DecodeError, decode_image
+from mclclip.data.decode import (
+    IMAGE_EXTENSIONS,
+    MAX_IMAGE_PIXELS,
+    DecodeError,
+    decode_image,
+    suffix_of,
+)
 from mclclip.data.shard_scan import ARRAY_EXTENSION
 from mclclip.data.shard_writer import PackedSample, image_extension
 
 T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
 Splits = dict[str, Iterable[PackedSample]]
-# Sources that torchvision can fetch, and its name for them.
+# The data sets that torchvision can download, with its names for them.
 _DOWNLOADERS = {"cifar10": "CIFAR10", "mnist": "MNIST", "stl10": "STL10", "celeba": "CelebA"}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The folders of the user by name; with ``download`` torchvision fills them first."""
+    """The folders of ``--source NAME=FOLDER``; with ``download`` torchvision fills them first."""
 
     folders: Mapping[str, Path] = field(default_factory=dict)
     download: bool = False
-    _asked: set[str] = field(default_factory=set, init=False)
+    _used: set[str] = field(default_factory=set, init=False)
 
     def folder(self, name: str) -> Path:
-        """The folder of this source.
+        """Returns the folder of a source, such as 'cifar10'.
 
-        Raises ValueError where it was not named or cannot be downloaded, FileNotFoundError where it
-        is not there.
+        Raises ValueError if the user did not name it or it cannot be downloaded, FileNotFoundError
+        if it is missing.
         """
-        self._asked.add(name)
+        self._used.add(name)
         if name not in self.folders:
             raise ValueError(f"no folder of {name} is given: name it with --source {name}=FOLDER")
         folder = Path(self.folders[name]).expanduser()
@@ -48,10 +54,10 @@ class Sources:
             raise FileNotFoundError(f"--source {name}={folder}: there is no such folder")
         return folder
 
-    def check_asked(self) -> None:
-        """Raises ValueError for a source that no call of ``folder`` has asked for."""
-        if others := sorted(self.folders.keys() - self._asked):
-            reads = ", ".join(sorted(self._asked)) or "none: its pictures are rendered"
+    def check_used(self) -> None:
+        """Raises ValueError for a source that the user named, but the data set does not read."""
+        if others := sorted(self.folders.keys() - self._used):
+            reads = ", ".join(sorted(self._used)) or "none: its pictures are rendered"
             raise ValueError(f"--source {others[0]}: the data set reads {reads}; leave it out")
 
 
@@ -72,9 +78,9 @@ def _download(name: str, folder: Path) -> None:
 
 
 def in_random_order(items: Iterable[T], seed: int) -> Iterator[T]:
-    """Yields the items in an order drawn by the seed; holds all of them in memory.
+    """Yields the items in a random order; holds all of them in memory.
 
-    Files are sorted by class; after shuffling, a few shards are a random sample of the whole.
+    Files are sorted by class. After shuffling, a few shards are a random sample of all.
     """
     every = list(items)
     order = np.random.default_rng([seed, len(every)]).permutation(len(every))
@@ -85,12 +91,12 @@ def in_random_order(items: Iterable[T], seed: int) -> Iterator[T]:
 
 
 def png_sample(number: int, pixels: Pixels, attributes: Mapping[str, Any]) -> PackedSample:
-    """Sample ``number`` of a split from uint8 [H, W, 3], without loss."""
+    """Makes sample ``number`` of a split, a PNG of uint8 [H, W, 3]."""
     return _sample(number, _png(Image.fromarray(pixels)), "png", attributes)
 
 
 def array_sample(number: int, pixels: Pixels, attributes: Mapping[str, Any]) -> PackedSample:
-    """Sample ``number`` of a split from uint8 [H, W, C] of any number of channels."""
+    """Makes sample ``number`` of a split, an array uint8 [H, W, C] of any number of channels."""
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(pixels), allow_pickle=False)
     return _sample(number, buffer.getvalue(), ARRAY_EXTENSION, attributes)
@@ -99,11 +105,11 @@ def array_sample(number: int, pixels: Pixels, attributes: Mapping[str, Any]) -> 
 def file_sample(
     number: int, path: Path, attributes: Mapping[str, Any], size: int | None = None
 ) -> PackedSample:
-    """Sample ``number`` of a split from an image file.
+    """Makes sample ``number`` of a split of an image file.
 
-    It is stored byte for byte; with ``size``, or where its suffix or first bytes are of no format
-    that shards hold, as a PNG, whose shorter side has ``size`` pixels. Raises ValueError for a file
-    that has to be decoded and cannot be.
+    The file is stored unchanged if it is of a format that shards hold. Otherwise, or with a
+    ``size``, it becomes a PNG, whose shorter side has ``size`` pixels. Raises ValueError if it has
+    to be decoded and cannot be.
     """
     data, suffix = path.read_bytes(), suffix_of(path)
     if size is None and suffix in IMAGE_EXTENSIONS and image_extension(data) is not None:
@@ -122,16 +128,11 @@ def file_sample(
 
 
 def picture_of(data: bytes, name: str) -> Image.Image:
-    """The decoded image; ValueError, which says its ``name``, where it cannot be decoded."""
+    """Decodes an image; ValueError, which names the file ``name``, if that fails."""
     try:
         return decode_image(data, MAX_IMAGE_PIXELS)
     except DecodeError as error:
         raise ValueError(f"{name} cannot be decoded ({error}): take it out") from error
-
-
-def suffix_of(path: Path) -> str:
-    """The suffix in lower case, without its dot."""
-    return path.suffix.lower().removeprefix(".")
 
 
 def _sample(number: int, data: bytes, extension: str, facts: Mapping[str, Any]) -> PackedSample:
@@ -148,7 +149,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def check_size(size: int | None) -> None:
-    """ValueError for a size below 1, and for one of which no picture fits into memory."""
+    """Raises ValueError for a size below 1, and for one of too many pixels."""
     if size is not None and not 1 <= size**2 <= MAX_IMAGE_PIXELS:
         most = math.isqrt(MAX_IMAGE_PIXELS)
         raise ValueError(f"size is {size}: wanted pixels of a side, 1 to {most:,}")

@@ -14,8 +14,10 @@ CLASSES = "airplane bird car cat deer dog horse monkey ship truck".split()
 
 
 def build(sources: Sources, seed: int) -> Splits:
-    """The images of ``--source stl10=FOLDER`` as PNG; attribute class, which those of the split
-    ``unlabeled`` lack."""
+    """Reads the images of ``--source stl10=FOLDER`` and makes PNGs.
+
+    Attribute class; the split ``unlabeled`` has none.
+    """
     folder = sources.folder("stl10")
 
     def samples(split: str) -> Iterator[PackedSample]:
@@ -26,10 +28,11 @@ def build(sources: Sources, seed: int) -> Splits:
 
 
 def read_stl10(folder: Path, split: str) -> Iterator[tuple[Pixels, str | None]]:
-    """uint8 [96, 96, 3] and class name of ``train``, ``test`` or ``unlabeled`` (no class).
+    """Yields pixels uint8 [96, 96, 3] and class name of every image of a split.
 
-    Reads ``stl10_binary`` (in ``folder``, or ``folder`` itself); ``unlabeled_X.bin`` may be absent.
-    Raises FileNotFoundError for other missing files, ValueError for sizes that do not fit.
+    The splits are ``train``, ``test`` and ``unlabeled``, whose images have no class. They are in
+    ``stl10_binary`` (in ``folder``, or ``folder`` itself); ``unlabeled_X.bin`` may be absent.
+    Raises FileNotFoundError for other missing files, ValueError for files of a wrong size.
     """
     inner = folder / "stl10_binary"
     folder = inner if inner.is_dir() else folder
@@ -55,6 +58,6 @@ def read_stl10(folder: Path, split: str) -> Iterator[tuple[Pixels, str | None]]:
                 f"all {number} images of {images.name}"
             )
     pixels = np.memmap(images, np.uint8, mode="r", shape=(number, 3, 96, 96))
-    for row in range(number):  # columns of pixels come first in the file
+    for row in range(number):  # the file stores pixels column by column
         name = None if labels is None else CLASSES[int(labels[row]) - 1]
         yield np.asarray(pixels[row].transpose(2, 1, 0)), name

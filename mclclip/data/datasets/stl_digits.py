@@ -1,8 +1,8 @@
 """STL-digits: copies of one random MNIST digit on top of an STL-10 image (IFM, section 2).
 
-The paper gives neither their number nor their places. Here a picture of 96 pixels is cut into
-3 x 3 cells of 32, and ``copies`` of them, drawn at random, get the digit at a random place within
-the cell. The digit's ink is white and covers the image to the degree of its darkness.
+The paper gives neither the number nor the places of the copies. Here a picture of 96 pixels is cut
+into 3 x 3 cells of 32. In ``copies`` of these, drawn at random, the digit lies at a random place.
+It is drawn in white, and is as opaque as MNIST's pixels are bright.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ _CELLS, _CELL, _DIGIT = 3, 32, 28
 
 
 def build(sources: Sources, seed: int, *, copies: int = 9) -> Splits:
-    """The labelled images of ``--source stl10=FOLDER`` with digits of ``mnist=FOLDER``; attributes
-    stl10 (name) and mnist (0 to 9). Train images get train digits, test images test digits."""
+    """Pastes digits of ``--source mnist=FOLDER`` on the labelled images of ``stl10=FOLDER``.
+
+    Attributes are stl10 (name) and mnist (0 to 9). Train images get train digits, and test images
+    test digits.
+    """
     if not 1 <= copies <= _CELLS**2:
         raise ValueError(f"copies is {copies}: wanted 1 to {_CELLS**2}")
     stl10, mnist = sources.folder("stl10"), sources.folder("mnist")
@@ -37,7 +40,7 @@ def build(sources: Sources, seed: int, *, copies: int = 9) -> Splits:
 
 
 def paste(image: Pixels, digit: Pixels, copies: int, random: np.random.Generator) -> Pixels:
-    """uint8 [96, 96, 3] with ``copies`` of a digit uint8 [28, 28] on it."""
+    """Pastes ``copies`` of a digit uint8 [28, 28] on an image uint8 [96, 96, 3]."""
     ink = np.zeros(image.shape[:2], np.float32)
     for cell in random.permutation(_CELLS**2)[:copies]:
         top, left = random.integers(0, _CELL - _DIGIT + 1, 2) + _CELL * np.array(

@@ -1,15 +1,15 @@
 """Trifeature: one object per picture, of 10 shapes, 10 textures and 10 colours.
 
-Hermann and Lampinen, "What shapes feature representations?" (2020); used by MCL (section 5) and IFM
-(section 2). An object of 128 pixels lies on a grey canvas of 224, turned by an angle from
-[-45, 45) degrees, anywhere where it fits; its texture is a mask with a period of 10 pixels, with a
-phase and an angle of its own. Where the masks of shape and texture meet, the canvas has the colour.
-The picture is stored at ``size`` (128) pixels.
+It is from Hermann and Lampinen, "What shapes feature representations?" (2020); MCL (section 5) and
+IFM (section 2) use it. An object of 128 pixels lies at a random place on a grey canvas of 224,
+turned by an angle from [-45, 45) degrees. Its texture is a mask with a period of 10 pixels and a
+random phase and angle. Where the masks of shape and texture overlap, the canvas has the colour. The
+picture is stored at ``size`` (128) pixels.
 
-The set is split by combination, as the papers do not say how. A combination belongs to the test
-set if the sum of its three seeded numbers (0 to 9 each) modulo 10 is below 10 * ``test_share``. So
-every pair of values of two attributes is equally frequent in both splits, and any two attributes
-are exactly independent in each.
+The papers do not say how the set is split; here it is by combination of the three values. Each
+value of an attribute has a random number, 0 to 9. A combination belongs to the test set if the sum
+of its three numbers modulo 10 is below 10 * ``test_share``. So every pair of values of two
+attributes is equally frequent in a split, and any two attributes are exactly independent.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def build(
 ) -> Splits:
     """Renders the train and test pictures; attributes shape, texture and colour.
 
-    ``texture_period`` in pixels of the canvas: at 32 or 64 stored pixels the published 10 is too
-    fine to be seen. Raises ValueError for what is out of range.
+    ``texture_period`` is in pixels of the canvas. At a ``size`` of 32 or 64 the published 10 is too
+    fine to be seen. Raises ValueError for an option out of range.
     """
     check_size(size)
     tenths = round(test_share * 10)
@@ -95,44 +95,44 @@ def build(
 def render(
     shape: str, texture: str, colour: str, random: np.random.Generator, period: float = 10.0
 ) -> Pixels:
-    """One picture, uint8 [224, 224, 3]; position, angles and phase are drawn from ``random``."""
-    angle, own_angle = np.deg2rad(random.uniform(-45, 45, 2))
+    """Renders a picture uint8 [224, 224, 3]; ``random`` draws position, angles and phase."""
+    angle, texture_angle = np.deg2rad(random.uniform(-45, 45, 2))
     half = OBJECT / 2 * (abs(np.cos(angle)) + abs(np.sin(angle)))
     centre = random.uniform(half, CANVAS - half, 2)
     phase = random.uniform(0, period, 2)
     grid = np.arange(CANVAS, dtype=np.float32) + np.float32(0.5)
     x, y = np.meshgrid(grid - np.float32(centre[0]), grid - np.float32(centre[1]))
-    inside = SHAPES[shape](*_turned(x / (OBJECT / 2), y / (OBJECT / 2), angle))
-    u, v = _turned(x, y, own_angle)
+    inside = SHAPES[shape](*_rotate(x / (OBJECT / 2), y / (OBJECT / 2), angle))
+    u, v = _rotate(x, y, texture_angle)
     inside &= TEXTURES[texture]((u + phase[0]) / period, (v + phase[1]) / period, random)
     canvas = np.full((CANVAS, CANVAS, 3), GREY)
     canvas[inside] = COLOURS[colour]
     return np.asarray(np.rint(canvas * 255), np.uint8)
 
 
-def _turned(x: Coordinates, y: Coordinates, angle: float) -> tuple[Coordinates, Coordinates]:
+def _rotate(x: Coordinates, y: Coordinates, angle: float) -> tuple[Coordinates, Coordinates]:
     cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
     return x * cos + y * sin, y * cos - x * sin
 
 
-# --- shapes: points [-1, 1] x [-1, 1], y downwards -> inside or not -------------------------------
+# --- shapes: functions from points [-1, 1] x [-1, 1], y downwards, to inside or not ---------------
 
 _Corners = list[tuple[float, float]]
 
 
 def _polygons(*polygons: _Corners) -> Callable[[Coordinates, Coordinates], Mask]:
-    """Points inside any of the polygons (even-odd rule)."""
+    """Makes the shape of all points inside any of the polygons (even-odd rule)."""
 
     def inside(x: Coordinates, y: Coordinates) -> Mask:
-        found = np.zeros(x.shape, bool)
+        inside_any = np.zeros(x.shape, bool)
         for corners in polygons:
             within = np.zeros(x.shape, bool)
             for (x0, y0), (x1, y1) in zip(corners, corners[1:] + corners[:1], strict=True):
                 if y0 != y1:
                     crossing = (x1 - x0) * (y - y0) / (y1 - y0) + x0
                     within ^= ((y0 > y) != (y1 > y)) & (x < crossing)
-            found |= within
-        return found
+            inside_any |= within
+        return inside_any
 
     return inside
 
@@ -142,7 +142,7 @@ def _box(left: float, top: float, right: float, bottom: float) -> _Corners:
 
 
 def _on_circle(radii: list[float]) -> _Corners:
-    """Corners at equal angles from the top on, at these distances from the centre."""
+    """Returns corners at equal angles, beginning at the top, at these distances from the centre."""
     angles = np.arange(len(radii)) * 2 * np.pi / len(radii)
     return [
         (float(r * np.sin(a)), float(-r * np.cos(a))) for r, a in zip(radii, angles, strict=True)
@@ -171,16 +171,16 @@ SHAPES: dict[str, Callable[[Coordinates, Coordinates], Mask]] = {
 }
 
 
-# --- textures: points in units of the period -> drawn or not --------------------------------------
+# --- textures: functions from points, in units of the period, to drawn or not ---------------------
 
 
 def _cell(u: Coordinates) -> Coordinates:
-    """Distance from the middle of a point's cell, [-0.5, 0.5)."""
+    """Returns the distance of points from the middle of their cell, [-0.5, 0.5)."""
     return np.asarray(u - np.floor(u) - np.float32(0.5))
 
 
 def _hexgrid(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
-    """The borders of a honeycomb whose cells have a width of 1.5 periods."""
+    """Draws the borders of a honeycomb whose cells have a width of 1.5 periods."""
     u, v, height = u / 1.5, v / 1.5, np.float32(np.sqrt(3))
     centres = [
         (_cell(u + shift), height * _cell(v / height + shift))
@@ -191,7 +191,7 @@ def _hexgrid(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mas
 
 
 def _noise(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
-    """Blocks of half a period, each drawn or not by chance."""
+    """Draws each block of half a period with the probability 1/2."""
     blocks = random.random((128, 128)) < 0.5
     columns, rows = (np.floor(2 * w).astype(np.int64) % 128 for w in (u, v))
     return np.asarray(blocks[rows, columns])
@@ -203,7 +203,7 @@ def _triangles(u: Coordinates, v: Coordinates, random: np.random.Generator) -> M
 
 
 def _rain(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
-    """Upright dashes of 1.2 periods; every second column is half a dash lower."""
+    """Draws upright dashes of 1.2 periods; every second column is lower by one period."""
     shifted = v / 2 + np.float32(0.5) * (np.floor(u) % 2)
     return np.asarray((abs(_cell(u)) < 0.2) & (abs(_cell(shifted)) < 0.3))
 

@@ -1,8 +1,8 @@
 """The seam of ``mclclip export --to NAME``: another library's layout is one module of this folder.
 
-`names` lists them, `find` imports one. A target writes a layout and runs what it wrote beside its
-source; `convert` does the rest: it finds the source, writes into a folder of its own, and moves all
-of it in place once every certificate holds.
+`names` lists them, `find` imports one. A target writes its layout into a folder, and compares what
+it wrote with its source. `convert` does the rest: it finds the source, gives the target a temporary
+folder, and moves the files to their place once every certificate holds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Precision = Literal["fp32", "fp16"]
 
 @dataclass(frozen=True)
 class Source:
-    """The encoder that is converted, by its folder, and the number format that is written.
+    """The encoder that is converted.
 
-    directory  an export (a stage, a soup, a concat), or what else a target reads
-    precision  number format of the weights that are written, where a target has several
+    directory  an export (a stage, a soup, a concat); for clip_retrieval also a stage's embeddings
+    precision  number format of the weights that are written
     """
 
     directory: Path
@@ -42,12 +42,15 @@ class Source:
 
     @property
     def is_concat(self) -> bool:
-        """Returns True if the directory holds several stages, joined."""
+        """True if the directory holds several joined stages."""
         return (self.directory / weights.CONCAT).is_file()
 
     def single(self, library: str, *, text: bool = True) -> Model:
-        """The only model. Raises ValueError for what `library` cannot hold: a concat, and an image
-        encoder where it wants a text tower."""
+        """Returns the encoder's only model.
+
+        Raises ValueError, which names the `library`, for a concat, and, with `text`, for a model
+        without a text tower.
+        """
         if self.is_concat:
             raise ValueError(
                 f"{self.directory} is a joined encoder, which {library} cannot hold: convert the "
@@ -61,18 +64,20 @@ class Source:
     @property
     def run_dir(self) -> Path | None:
         """The run directory that the export lies in; None for a folder elsewhere."""
-        return artifacts.run_above(self.directory)
+        return artifacts.find_run_dir(self.directory)
 
     @property
     def name(self) -> str:
-        """Its name in the run: `stage_1`, `soup_uniform`."""
+        """The encoder's name in the run, for example `stage_1` or `soup_uniform`."""
         path = self.directory.resolve()
         return path.parent.name if path.name in ("export", "embeddings") else path.name
 
     @property
     def digest(self) -> str:
-        """Digest of weights and configuration, or of a run's embeddings. Raises FileNotFoundError
-        where the directory holds neither."""
+        """Digest of weights and configuration, or of a run's embeddings.
+
+        Raises FileNotFoundError if the directory holds neither.
+        """
         if self.is_concat:
             described, tensors = weights.CONCAT, self.directory / weights.CONCAT_WEIGHTS
         elif weights.has_config(self.directory):
@@ -86,36 +91,36 @@ class Source:
 
 
 class ExportTarget(Protocol):
-    """A library's layout, as its module gives it.
+    """A module of this folder, which writes the layout of one library.
 
-    A module may have more: ``PRECISIONS``, the number formats that it writes (default: fp32 alone),
-    ``inputs(source)``, digests by name of what it reads beside the files of the source, and
-    ``usage(source)``, how the export is loaded, for its card.
+    A module may also have ``PRECISIONS``, the number formats that it writes (default: fp32 alone);
+    ``inputs(source)``, which returns digests, by name, of what it reads besides the source; and
+    ``usage(source)``, which returns a text for the card on how to load the export.
     """
 
     CARD: Mapping[str, str]
-    """Front matter of its model cards. `pipeline_tag` is for models that read texts."""
+    """Front matter of its model cards. `pipeline_tag` is left out for models without texts."""
     IS_MODEL: bool
-    """True if it is made from an exported model, False if from a run's embeddings."""
+    """True if the source is an exported model, False if it is a run's embeddings."""
 
     def write(self, source: Source, out: Path) -> None:
         """Writes all files into the empty folder `out`.
 
-        Raises ValueError, in one line, where the library cannot hold the source or a package that
+        Raises ValueError, in one line, if the library cannot hold the source, or a package that
         writes the layout is missing.
         """
 
     def certify(self, source: Source, out: Path, probes: Probes) -> list[Certificate]:
-        """Runs the files in `out` by each installed runtime beside the source, on the probes;
-        returns a certificate per runtime, of `certificate.compare`."""
+        """Compares what was written into `out` with the source on the probes, in each installed
+        runtime, by `certificate.compare`; returns a certificate per runtime."""
 
 
 def names() -> list[str]:
-    """The names of all targets, which are those of the modules of this folder."""
+    """Returns the names of all targets, which are those of the modules in this folder."""
     paths = Path(__file__).parent.glob("*.py")
     return sorted(path.stem for path in paths if path.stem != "__init__")
 
 
 def find(name: str) -> ExportTarget:
-    """The target of this name."""
+    """Imports and returns a target, for example "onnx"."""
     return cast(ExportTarget, import_module(f"{__name__}.{name}"))

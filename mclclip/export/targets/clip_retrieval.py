@@ -1,17 +1,17 @@
-"""Embeddings of a stage, or of all stages of a joined encoder, in clip-retrieval's layout, for its
-`clip index` and for autofaiss.
+"""Writes embeddings in clip-retrieval's layout, for its `clip index` and for autofaiss.
 
     img_emb/img_emb_0.npy          [n, D], one file per shard of the index
-    text_emb/text_emb_0.npy        [n, D], of the first caption; where captions were embedded
+    text_emb/text_emb_0.npy        [n, D], of first captions; only if captions were embedded
     metadata/metadata_0.parquet    image_path, caption, key, in the order of the rows
 
-Numbers of files have as many digits as the number of shards. Samples that could not be embedded are
-left out. `image_path` is the key within its source, as clip-retrieval writes it of shards; `key` is
-the run's own, `source/key`. A sample without a caption has an empty one, and zeros as its text row.
+They are those of one stage, or of all stages of a joined encoder. Numbers in file names have as
+many digits as the number of shards. Samples that could not be embedded are left out. `image_path`
+is the sample's name within its source, as in clip-retrieval; `key` is the run's key, `source/key`.
+A sample without a caption has an empty one, and zeros as its text row.
 
-Of a joined encoder a row is [z_s] / sqrt(S), the unit embeddings of its S stages side by side, and
-so are rows of captions. A query of `Encoder.query_text` or `query_image` weighs the stages,
-so that one index serves all weights (`join_query_features` of `models/encoder.py`).
+For a joined encoder a row has the unit embeddings of its S stages side by side, divided by sqrt(S);
+rows of captions too. Queries of `Encoder.query_text` or `query_image` weigh the stages, so that one
+index serves all weights (see `join_query_features` in `models/encoder.py`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Integers = npt.NDArray[np.int64]
 
 
 class _Rows:
-    """The rows of a stage, or those of several stages side by side, each divided by sqrt(S).
+    """The rows of a stage, or those of S stages side by side, each divided by sqrt(S).
 
-    run     the run that they lie in
-    images  the embeddings of images, by stage
-    texts   the embeddings of captions, which are stage 0's; None where there are none, or they are
-            of another text tower than a stage's: stages share it if the configuration says that
-            they started from stage 0 and did not train it
+    run     the run in which the embeddings lie
+    images  the embeddings of images, one store for each stage
+    texts   stage 0's embeddings of captions; None if there are none, or if a stage may have another
+            text tower: stages share it if, by the configuration, they started from stage 0 and did
+            not train it
     """
 
     def __init__(self, source: Source) -> None:
@@ -58,7 +58,7 @@ class _Rows:
                 "RUN_DIR/stage_N/embeddings, or RUN_DIR/exports/concat_stage_norm"
             )
         self.run = Run.open(source.run_dir)
-        folders = _of_stages(source, source.run_dir) if source.is_concat else [folder]
+        folders = _find_embeddings(source, source.run_dir) if source.is_concat else [folder]
         index = self.run.index
         self.images = [
             RowStore.of_samples(
@@ -74,8 +74,8 @@ class _Rows:
         self.texts = self.run.stage(0).text_embeddings if has_texts else None
 
     def of(self, ids: Integers) -> dict[str, Floats]:
-        """The rows of samples by sorted ids: `img`, and `text` of their first captions, where there
-        are texts; a sample without a caption has zeros."""
+        """Returns the rows of samples with these sorted ids: `img`, and, if there are texts, `text`
+        of their first captions; a sample without a caption has zeros."""
         parts = {"img": [rows[ids] for rows in self.images]}
         if self.texts is not None:
             index = self.run.index
@@ -93,12 +93,13 @@ class _Rows:
         }
 
 
-def _of_stages(source: Source, run: Path) -> list[Path]:
-    """The folders of the embeddings of the stages of a joined encoder in its run.
+def _find_embeddings(source: Source, run: Path) -> list[Path]:
+    """Returns the folders with the embeddings of a joined encoder's stages in its run.
 
-    Raises ValueError for the variant `raw`, whose similarity has lengths that unit embeddings have
-    lost, and for features that texts are not compared with; FileNotFoundError where a stage is not
-    embedded, and RuntimeError where embeddings are of another encoder.
+    Raises ValueError for the variant `raw`, since unit embeddings have lost the lengths that it
+    needs, and for features before the projection, which texts are not compared with. Raises
+    FileNotFoundError if a stage is not embedded, and RuntimeError if embeddings are of another
+    encoder.
     """
     if source.encoder.variant == "raw":
         raise ValueError(
@@ -128,8 +129,11 @@ def _of_stages(source: Source, run: Path) -> list[Path]:
 
 
 def inputs(source: Source) -> dict[str, str]:
-    """Digests of the embeddings of the stages of a joined encoder, by stage, and of the captions':
-    what the export is made from beside the encoder itself."""
+    """Returns digests of the embeddings of a joined encoder's stages, by stage, and of captions.
+
+    The export depends on them besides the encoder. A single stage has none, since its embeddings
+    are the source itself.
+    """
     if not source.is_concat:
         return {}
     rows = _Rows(source)
@@ -141,9 +145,11 @@ def inputs(source: Source) -> dict[str, str]:
 
 
 def write(source: Source, out: Path) -> None:
-    """Writes all rows; see the module. Raises FileNotFoundError for a folder that holds no finished
-    embeddings of a run, and RuntimeError for damaged ones and those of another index; of a joined
-    encoder the errors of `_of_stages`."""
+    """Writes all rows and their metadata.
+
+    Raises FileNotFoundError for a folder without finished embeddings of a run, RuntimeError for
+    damaged ones and those of another index, and the errors of `_find_embeddings`.
+    """
     rows = _Rows(source)
     index = rows.run.index
     left_out = reduce(np.union1d, [stage.left_out() for stage in rows.images])
@@ -156,7 +162,7 @@ def write(source: Source, out: Path) -> None:
         table = pd.DataFrame(
             {
                 "image_path": [key.partition("/")[2] for key in keys],
-                # The first caption of every sample, empty where there is none.
+                # The first caption of every sample, or an empty text.
                 "caption": [of[0] if of else "" for of in rows.run.captions(ids)],
                 "key": keys,
             }
@@ -167,8 +173,10 @@ def write(source: Source, out: Path) -> None:
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """Reads the written files with numpy and pandas, looks samples that a seed draws up by their
-    key, and compares their rows with the run's. ``probes`` is not used."""
+    """Reads the written files with numpy and pandas, and compares rows with those of the run.
+
+    Samples are drawn by a fixed seed and found by their keys. ``probes`` is not used.
+    """
     rows, random = _Rows(source), np.random.default_rng(0)
     index, shards = rows.run.index, rows.run.index.shards
     largest = {"img": 0.0, "text": 0.0}

@@ -1,9 +1,9 @@
-"""An encoder as a folder that Hugging Face transformers loads.
+"""Writes an encoder as a folder that Hugging Face transformers loads.
 
 open_clip's plain ViT becomes a `CLIPModel`, open_clip's SigLIP a `SiglipModel`, both without code
-of ours. A joined encoder becomes a `StagesModel` (`export/transformers_stages.py`, which is copied
-beside its weights). Every folder names transformers' own image processor, with which pipelines and
-auto classes load it without a question, and holds one of open_clip's pixels in a folder below it.
+of mclclip. A joined encoder becomes a `StagesModel` (`export/transformers_stages.py`, which is
+copied beside its weights). Every folder names transformers' own image processor, so that pipelines
+and auto classes load it without code, and has a folder with a processor of open_clip's pixels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mclclip.models.transformers_layout import (
     clip,
     rename_tensors,
     state,
-    transposed,
+    transpose,
 )
 from mclclip.util import files
 from mclclip.util.options import with_prefix
@@ -42,7 +42,7 @@ CARD = {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classif
 IS_MODEL = True
 
 STAGES = "transformers_stages"
-"""Module of a joined encoder: `mclclip.export.transformers_stages`, and a copy beside weights."""
+"""Name of the module `mclclip.export.transformers_stages`, and of its copy beside the weights."""
 
 _STAGES = ("ln_1", "ln_2", "in_proj", "out_proj", "c_fc", "c_proj")
 _STAGE_TEXT: Table = {
@@ -50,7 +50,7 @@ _STAGE_TEXT: Table = {
     "positional_embedding": "positional_embedding",
     "ln_final": "ln_final",
     "attn_mask": None,
-    "text_projection": transposed("proj.weight"),
+    "text_projection": transpose("proj.weight"),
     **blocks("transformer.resblocks", OPEN_CLIP, "blocks", _STAGES),
 }
 _STAGE_VISION: Table = {
@@ -59,14 +59,13 @@ _STAGE_VISION: Table = {
     "visual.positional_embedding": "trunk.positional_embedding",
     "visual.ln_pre": "trunk.ln_pre",
     "visual.ln_post": "ln_post",
-    "visual.proj": transposed("proj.weight"),
+    "visual.proj": transpose("proj.weight"),
     **blocks("visual.transformer.resblocks", OPEN_CLIP, "blocks", _STAGES),
 }
 
 
 def write(source: Source, out: Path) -> None:
-    """Writes the folder; see the module. Raises ValueError for a model that none of the three
-    holds."""
+    """Writes the folder. Raises ValueError for a model that none of the three classes can hold."""
     config_check.library()
     model, kind = source.encoder.stages[0], "CLIP"
     if source.is_concat:
@@ -90,8 +89,10 @@ def write_model(
     tensors: Mapping[str, Tensor],
     kind: str = "CLIP",
 ) -> None:
-    """Writes configuration, weights and image processors (`kind` is ``CLIP`` or ``Siglip``); of a
-    joined encoder the code of its model too."""
+    """Writes configuration, weights and image processors; for a joined encoder also its code.
+
+    `kind` is ``CLIP`` or ``Siglip``, as transformers names its classes.
+    """
     if source.is_concat:
         code = Path(processors.__file__).with_name(f"{STAGES}.py")
         files.write_bytes(out / code.name, code.read_bytes())
@@ -102,8 +103,8 @@ def write_model(
 
 
 def load_stages(out: Path) -> Any:
-    """The joined model or tower in a folder, by this package's own classes, never by the code in
-    the folder. Raises ValueError where the weights lack a tensor."""
+    """Loads the joined model or tower in a folder by this package's classes, never by the code
+    there. Raises ValueError if the weights lack a tensor."""
     library = config_check.library()
     import mclclip.export.transformers_stages  # noqa: F401  # registers the classes
 
@@ -111,8 +112,11 @@ def load_stages(out: Path) -> Any:
 
 
 def load(cls: Any, out: Path, **options: Any) -> Any:
-    """A model of a class of transformers. Raises ValueError where the weights lack a tensor, which
-    transformers would fill at random, with a warning only."""
+    """Loads a model in a folder by a class `cls` of transformers.
+
+    Raises ValueError if the weights lack a tensor: transformers would only warn, and draw it at
+    random.
+    """
     with silent(config_check.library()):
         model, report = cls.from_pretrained(
             str(out), output_loading_info=True, local_files_only=True, **options
@@ -139,8 +143,8 @@ def silent(transformers: Any) -> Iterator[None]:
 
 
 class _Runtime:
-    """A model of transformers with its tokenizer and an image processor, as `certificate.compare`
-    runs it."""
+    """Makes a model of transformers, its tokenizer and an image processor look like an `Encoder`,
+    for `certificate.compare`."""
 
     def __init__(self, model: Any, tokenizer: Any, processor: Any) -> None:
         self.model, self.processor, self._tokenizer = model, processor, tokenizer
@@ -148,7 +152,7 @@ class _Runtime:
         self.logit_scale = model.logit_scale.exp().item()
 
     def preprocess_val(self, image: Any) -> Tensor:
-        """A picture -> [3, H, W]."""
+        """Picture -> [3, H, W]."""
         output = self.processor(images=image.convert("RGB"), return_tensors="pt")
         pixels: Tensor = output["pixel_values"][0]
         return pixels
@@ -171,13 +175,13 @@ class _Runtime:
 
 
 def _rows(output: Any) -> Tensor:
-    """Features [B, E]: transformers 4 returns them, transformers 5 an output that holds them."""
+    """Returns features [B, E]; transformers 5 returns an object that holds them."""
     return output if isinstance(output, Tensor) else output.pooler_output
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """transformers with the image processor that its AutoImageProcessor takes, on Pillow and on
-    torchvision, and with the exact one."""
+    """Compares the model in transformers, with three image processors: the one of its
+    AutoImageProcessor, on Pillow and on torchvision, and the one with open_clip's pixels."""
     transformers = config_check.library()
     model = load_stages(out) if source.is_concat else load(transformers.AutoModel, out)
     with silent(transformers):
@@ -198,7 +202,7 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
 
 
 def usage(source: Source) -> str:
-    """How the export is loaded, for its card."""
+    """Returns a text for the model card on how to load the export."""
     options = ", trust_remote_code=True" * source.is_concat
     code = "; the model's code lies beside its weights" * source.is_concat
     others = "sentence-transformers loads the folder too."
@@ -226,8 +230,10 @@ processor = AutoImageProcessor.from_pretrained("FOLDER/{processors.EXACT}", trus
 
 
 def joined_layout(encoder: Encoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and the tensors of a joined encoder as a `StagesModel`; those of the trunk
-    once. Raises ValueError for other towers than open_clip's plain ViT."""
+    """Converts a joined encoder to a `StagesModel`: its `config.json` and its tensors.
+
+    Raises ValueError for other towers than open_clip's plain ViT.
+    """
     models = encoder.stages
     whole, _ = clip(models[0])
     vision = {k: v for k, v in whole["vision_config"].items() if k != "model_type"}
@@ -268,8 +274,10 @@ def joined_layout(encoder: Encoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _in_trunk_or_tail(name: str, num_trunk_blocks: int) -> str:
-    """A tensor's name in the trunk, or in the tail, whose blocks are counted from its own first.
-    Without shared blocks the trunk of each stage has all of them."""
+    """Renames a block's tensor to its place in the trunk or in the tail of a stage.
+
+    In a tail, blocks are numbered from 0. Without shared blocks a stage's own trunk has them all.
+    """
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
     if block is None:
         return name
@@ -282,7 +290,7 @@ def _in_trunk_or_tail(name: str, num_trunk_blocks: int) -> str:
 def joined_tower_layout(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The image tower of what `joined_layout` returned, as a `StagesVisionModel`."""
+    """Returns the image half of what `joined_layout` returned, as a `StagesVisionModel`."""
     return config["vision_config"] | {
         "architectures": ["StagesVisionModel"],
         "auto_map": _auto_map("StagesVisionConfig", "StagesVisionModel"),

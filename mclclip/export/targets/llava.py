@@ -1,20 +1,20 @@
-"""An encoder's image half as a vision tower for LLaVA.
+"""Writes an encoder's image half as a vision tower for LLaVA.
 
 LLaVA reads the tokens of a single state, that before the last block (`vision_feature_layer=-2`). A
-plain ViT is written as transformers' `CLIPVisionModel`, under the names of its version 4, which
-LLaVA's own code pins; version 5 reads them too, but writes names without the prefix, and version 4
-then fills every tensor at random, with a warning only. A joined encoder is a `StagesVisionModel`
-(`export/transformers_stages.py`), whose stages LLaVA reads in one of two ways:
+plain ViT becomes transformers' `CLIPVisionModel`, with the tensors' names of version 4, which
+LLaVA's own code requires. (Version 5 reads these names too, but writes others, and version 4 would
+then draw every tensor at random, with only a warning.) A joined encoder becomes a
+`StagesVisionModel` (`export/transformers_stages.py`), which LLaVA can read in two ways:
 
-- one by one, in transformers 5: with `vision_feature_layer=[0, 1, 2]` its LLaVA reads the states of
-  three stages, and joins their channels;
-- joined, as the state -2: transformers 4.37 and LLaVA's own code read one state alone. The
-  projector's width is the tower's `hidden_size`, which must be given then: `num_stages * width`.
+- one stage after the other, in transformers 5: with `vision_feature_layer=[0, 1, 2]` its LLaVA
+  reads the states of three stages, and joins their channels;
+- all stages joined, as the state -2: transformers 4.37 and LLaVA's own code read only one state.
+  The projector's width is the tower's `hidden_size`, which must then be `num_stages * width`.
 
-transformers 4.37 does not follow the `auto_map` of a tower in LLaVA's configuration: every process
-loads the tower's code first (`AutoConfig.from_pretrained(TOWER, trust_remote_code=True)`). LLaVA's
-own code loads a tower by `CLIPVisionModel`, which fills a joined one at random, with a warning
-only; that line of its `clip_encoder.py` must be `AutoModel.from_pretrained(TOWER,
+transformers 4.37 ignores the `auto_map` of a tower in LLaVA's configuration: every process has to
+load the tower's code first (`AutoConfig.from_pretrained(TOWER, trust_remote_code=True)`). LLaVA's
+own code loads towers by `CLIPVisionModel`, which would draw a joined one at random, with only a
+warning; that line of its `clip_encoder.py` must be `AutoModel.from_pretrained(TOWER,
 trust_remote_code=True, hidden_size=...)`.
 """
 
@@ -39,14 +39,8 @@ IS_MODEL = True
 
 
 def write(source: Source, out: Path) -> None:
-    """Writes the tower. Raises ValueError for towers other than open_clip's plain ViT, and where it
-    has one block, before which there is no state."""
+    """Writes the tower. Raises ValueError for towers other than open_clip's plain ViT."""
     config_check.library()
-    if source.encoder.stages[0].num_blocks < 2:
-        raise ValueError(
-            f"{source.directory} has one block, and LLaVA reads the state before the last block: "
-            "convert a model of two blocks or more"
-        )
     if source.is_concat:
         config, tensors = hf.joined_layout(source.encoder)
         hf.write_model(source, out, *hf.joined_tower_layout(config, tensors))
@@ -62,8 +56,11 @@ def write(source: Source, out: Path) -> None:
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """The states that LLaVA reads, in transformers; a note says how many trained blocks they
-    see. A state is [B, S, tokens, width], with every token at unit length."""
+    """Compares the states that LLaVA reads, in transformers.
+
+    A state is [B, S, tokens, width], with every token at unit length. A note of the certificate
+    says how many trained blocks the states depend on.
+    """
     transformers = config_check.library()
     if source.is_concat:
         model, layers = hf.load_stages(out), [*range(len(source.encoder.stages))]
@@ -77,7 +74,7 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         return unit(torch.stack(states, dim=1))
 
     @torch.no_grad()
-    def states(images: Tensor) -> Tensor:  # as its LLaVA asks for them
+    def states(images: Tensor) -> Tensor:  # as LLaVA reads them
         hidden = model(images, output_hidden_states=True, return_dict=True).hidden_states
         return unit(torch.stack([hidden[layer] for layer in layers], dim=1))
 
@@ -92,8 +89,11 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
 
 
 def trained_blocks_seen(source: Source) -> str:
-    """A sentence on how many trained blocks the state before the last block sees. The trained
-    blocks begin with the first that differs among the stages, or from the base in the run."""
+    """Returns a sentence on how many trained blocks the state before the last block depends on.
+
+    Trained blocks begin with the first that differs among the stages of a joined encoder, or from
+    stage 0 of the run.
+    """
     model = source.encoder.stages[0]
     num_blocks = model.num_blocks
     if source.is_concat:

@@ -1,17 +1,17 @@
-"""An encoder as two ONNX graphs, for onnxruntime and other runtimes without torch.
+"""Writes an encoder as two ONNX graphs, for onnxruntime and other runtimes without torch.
 
     image.onnx    pixels float32 [batch, C, H, W]   -> features float32 [batch, E], unit length
     text.onnx     tokens int64 [batch, context]     -> features float32 [batch, E], unit length
-    encoder.json  how pixels are made, logit scale, context length, formats
+    encoder.json  preprocessing of pictures, logit scale, context length, number format
     vocab.json, merges.txt, tokenizer_config.json   CLIP's tokenizer, or that of the model
 
-The batch is of any size. A joined encoder is one image graph: the trunk is in it once, and its
-output is the joined feature. With fp16 the weights are stored as fp16 and the runtime computes in
-fp32: onnxruntime 1.32 on a CPU ends with a segmentation fault where a graph of convolutions in
-fp16 is optimised, as it is by default.
+The batch may have any size. A joined encoder becomes one image graph: the trunk is in it once, and
+its output is the joined feature. With fp16 the weights are stored as fp16 and the runtime computes
+in fp32, because onnxruntime 1.32 on a CPU, as it is set up, ends with a segmentation fault when it
+optimises a graph of convolutions in fp16.
 
-Graphs are traced by torch's exporter on TorchScript. The newer one gives the same features, takes
-ten times as long, and needs two further packages.
+Graphs are traced by torch's exporter on TorchScript. The newer exporter gives the same features,
+takes ten times as long, and needs two more packages.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 IMAGE, TEXT, DESCRIPTION = "image.onnx", "text.onnx", "encoder.json"
 _OPSET = 18
 MOST_BYTES = 2_000_000_000  # a protobuf message holds 2 GiB
-_LEAST_HALVED = 64  # numbers of a tensor from which on halving it saves anything
+_LEAST_HALVED = 64  # smaller tensors stay fp32, since fp16 would save nothing
 _NEEDS = ("--to onnx", "pip install 'mclclip[export]'")
 
 
 class ImageGraph(nn.Module):
-    """Pixels -> unit features, of one model or of the stages of a concat."""
+    """Pixels -> features of unit length, of one model or of joined stages."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.models = nn.ModuleList(encoder.stages)
-        self._encoder = (encoder,)  # in a tuple: no module of this one
+        self._encoder = (encoder,)  # the tuple keeps it from becoming a submodule
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[B, C, H, W] -> unit [B, E]."""
@@ -64,7 +64,7 @@ class ImageGraph(nn.Module):
 
 
 class TextGraph(nn.Module):
-    """Tokens -> unit features; those of a shared text tower stand there once per stage."""
+    """Tokens -> features of unit length; a shared text tower's are repeated for each stage."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -81,8 +81,11 @@ class TextGraph(nn.Module):
 
 
 def write(source: Source, out: Path) -> None:
-    """Writes the graphs; see the module. Raises ValueError without onnx, and for a model that torch
-    cannot trace or whose graph is larger than 2 GB."""
+    """Writes all files.
+
+    Raises ValueError if onnx is not installed, torch cannot trace the model, or a graph is larger
+    than 2 GB.
+    """
     onnx, _ = (files.needed(name, *_NEEDS) for name in ("onnx", "onnxruntime"))
     first: Any = source.encoder.stages[0]
     height, width = pair(first.image_size)
@@ -119,6 +122,7 @@ def write(source: Source, out: Path) -> None:
 def _export(
     onnx: Any, graph: nn.Module, name: str, example: Tensor, path: Path, half: bool
 ) -> None:
+    """Writes a graph to ``path``; ``name`` is that of its input, "pixels" or "tokens"."""
     size = num_bytes(graph, of_images=name == "pixels")
     if size > MOST_BYTES:
         raise ValueError(
@@ -127,10 +131,11 @@ def _export(
         )
     rows = {0: "batch"}
     fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # fused attention, which ONNX has not
+    torch.backends.mha.set_fastpath_enabled(False)  # ONNX has no operator for fused attention
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            # Of the exporter: that it is the older one, and of constants, which certificates find.
+            # The exporter warns that it is the older one, and of constants in the graph; the
+            # certificate finds wrong constants.
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 graph.eval(),
@@ -142,13 +147,13 @@ def _export(
                 opset_version=_OPSET,
                 dynamo=False,
             )
-    except Exception as error:  # of any kind: the model has an operation that ONNX has not
+    except Exception as error:  # torch raises any kind for operations that ONNX does not have
         cause = files.message_of(error)
         raise ValueError(f"torch cannot write {path.name} of this model ({cause})") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
     model = onnx.load(str(path))
-    # The exporter does not know the width of an attention pool, and runtimes ask the graph for it.
+    # Runtimes read the width of features from the graph; the exporter may not know it.
     with torch.no_grad():
         width = graph(example).shape[1]
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = width
@@ -159,14 +164,16 @@ def _export(
 
 
 def num_bytes(graph: nn.Module, of_images: bool) -> int:
-    """Bytes of the weights of one tower, which is all that a graph holds of its models; memory
-    that stages share is counted once."""
+    """Returns the bytes of the weights in a graph: those of the image towers or the text towers.
+
+    Memory that stages share is counted once.
+    """
     tower = (p for n, p in graph.named_parameters() if ("visual" in n.split(".")) == of_images)
     return sum({p.data_ptr(): p.numel() * p.element_size() for p in tower}.values())
 
 
 def _halve(onnx: Any, graph: Any) -> None:
-    """Stores the weights as fp16, with a conversion to fp32 before their first use."""
+    """Stores the weights as fp16, and adds nodes that convert them to fp32 when the graph runs."""
     casts = []
     for tensor in graph.initializer:
         if tensor.data_type != onnx.TensorProto.FLOAT or np.prod(tensor.dims) < _LEAST_HALVED:
@@ -183,9 +190,9 @@ def _halve(onnx: Any, graph: Any) -> None:
 
 
 class OnnxEncoder:
-    """The graphs in a folder as an `Encoder`, run by onnxruntime on the CPU.
+    """Runs the graphs in a folder by onnxruntime on the CPU, with the methods of an `Encoder`.
 
-    Image transform and tokenizer are those of `like`, for graphs have none.
+    Graphs have no image transform and no tokenizer: those of the encoder `like` are used.
     """
 
     def __init__(self, folder: Path, like: Any) -> None:
@@ -219,7 +226,7 @@ class OnnxEncoder:
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """The graphs in onnxruntime on the CPU. In fp16 features may differ by more than in fp32."""
+    """Compares the graphs, in onnxruntime on the CPU. With fp16 weights the bound is higher."""
     version = files.needed("onnxruntime", *_NEEDS).__version__
     name = f"onnxruntime {version}, weights in {source.precision}"
     encoder = source.encoder

@@ -1,7 +1,7 @@
-"""A stage or soup as plain open_clip's directory, for a hub or another machine.
+"""Writes a stage or soup as a directory of plain open_clip, for a hub or another machine.
 
-An export is such a directory already; this copy adds a certificate and a card, and leaves out the
-files of the run. open_clip loads it as `local-dir:FOLDER`, or after `hf upload` from a hub as
+An export is such a directory already; this copy has a certificate and a card in addition, and none
+of the run's files. open_clip loads it as `local-dir:FOLDER`, or, after `hf upload`, as
 `hf-hub:ORG/NAME`.
 """
 
@@ -21,12 +21,14 @@ IS_MODEL = True
 
 
 def write(source: Source, out: Path) -> None:
-    """Writes configuration, weights and the tokenizer's files. Raises ValueError for a joined
-    encoder and for an image encoder, which plain open_clip cannot load."""
+    """Writes configuration, weights and the tokenizer's files.
+
+    Raises ValueError for a joined encoder or an image encoder, which open_clip cannot load.
+    """
     source.single("plain open_clip").save(out, weights.base_digest(source.directory))
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """The towers in the folder, their image transform and tokenizer, as open_clip builds them."""
+    """Compares the model in the folder, with its image transform and tokenizer, in open_clip."""
     runtime = f"open_clip {version('open_clip_torch')}"
     return [certificate.compare(source.encoder, load_model(out), runtime, probes)]

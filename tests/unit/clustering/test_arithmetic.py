@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.clustering import arithmetic, kmeans
+from mclclip.clustering import arithmetic
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
 from tests.matrix import in_soak, kept
-from tests.nearest_checks import assign
+from tests.nearest_checks import assign, fit, fit_two_level
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -164,7 +164,7 @@ def compare_k_means(
     for how in ways:
         with num_threads(2 if how.tile == "large" else 1):
             options: dict[str, Any] = {"algorithm": algorithm, "arithmetic": how}
-            found = kmeans.fit(blocks, 70, init="random", max_iterations=max_iterations, **options)
+            found = fit(blocks, 70, init="random", max_iterations=max_iterations, **options)
             results.append((found, assign(blocks, found.centroids, labels_per_sample=2, **options)))
     wanted, labels = results[0]
     for how, (found, near) in zip(ways, results, strict=True):
@@ -176,7 +176,7 @@ def compare_k_means(
 
 def two_levels(rows: np.ndarray, num_clusters: int, how: Arithmetic, **options: Any) -> Any:
     blocks = cut_blocks([rows])
-    found = kmeans.fit_two_level(blocks, num_clusters, max_iterations=2, arithmetic=how, **options)
+    found = fit_two_level(blocks, num_clusters, max_iterations=2, arithmetic=how, **options)
     return found.centroids, assign(blocks, found.centroids, arithmetic=how).labels
 
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.clustering import kmeans
-from mclclip.clustering.centroids import Assignment, Tally, assign_blocks, held_by, passes
+from mclclip.clustering.centroids import Assignment, Tally, held_by, passes
 from mclclip.data.arrays import cut_blocks
 from tests.benchmarks import memory
-from tests.nearest_checks import assign
+from tests.nearest_checks import assign, assign_rows, fit
 from tests.unit.clustering.test_kmeans import ALGORITHMS, BLOCK, noise, slow_distances
 
 
@@ -50,7 +49,7 @@ def test_blocks_come_in_order_and_are_those_of_the_whole(algorithm: Any) -> None
     options: dict[str, Any] = {"algorithm": algorithm, "labels_per_sample": 3, "valid": valid}
     centroids = torch.from_numpy(noise(9, seed=4))
     whole = assign(cut_blocks([rows]), centroids, **options)
-    found = list(assign_blocks(cut_blocks([rows], BLOCK), centroids, **options))
+    found = list(assign_rows(cut_blocks([rows], BLOCK), centroids, **options))
     assert [some for some, _ in found] == [
         slice(first, min(first + BLOCK, 430)) for first in range(0, 430, BLOCK)
     ]
@@ -60,21 +59,13 @@ def test_blocks_come_in_order_and_are_those_of_the_whole(algorithm: Any) -> None
     assert (whole.labels[~valid] == -1).all() and (whole.distances[~valid] == 0).all()
 
 
-def test_mistakes_are_raised_by_the_call_not_by_the_first_block() -> None:
-    rows = noise(30)
-    with pytest.raises(ValueError, match="labels_per_sample is 3: wanted 1 to 2"):
-        assign_blocks([rows], torch.zeros(2, 16), labels_per_sample=3)
-    with pytest.raises(ValueError, match=r"centroids are \[2, 8\]: wanted \[K, 16\]"):
-        assign_blocks([rows], torch.zeros(2, 8))
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_tally_is_that_of_k_means(algorithm: Any) -> None:
     rows, valid = noise(), np.random.default_rng(5).random(700) < 0.9
     blocks, options = cut_blocks([rows], BLOCK), {"algorithm": algorithm, "valid": valid}
-    found = kmeans.fit(blocks, 6, max_iterations=4, **options)
+    found = fit(blocks, 6, max_iterations=4, **options)
     tally = Tally(6)
-    for _ in tally.of(assign_blocks(blocks, found.centroids, labels_per_sample=2, **options)):
+    for _ in tally.of(assign_rows(blocks, found.centroids, labels_per_sample=2, **options)):
         pass
     assert torch.equal(tally.counts, found.counts)
     assert tally.inertia == pytest.approx(found.inertia, rel=1e-6)
@@ -86,7 +77,7 @@ def test_no_inertia_is_below_zero() -> None:
     tally = Tally(192)
     blocks = cut_blocks([rows])
     centroids = torch.nn.functional.normalize(torch.from_numpy(rows))
-    below = list(tally.of(assign_blocks(blocks, centroids)))[0][1].distances.min()
+    below = list(tally.of(assign_rows(blocks, centroids)))[0][1].distances.min()
     assert below < 0.0
     tally = Tally(2)
     near = Assignment(torch.zeros((1, 1), dtype=torch.int32), torch.full((1, 1), -1e-6))
@@ -127,7 +118,7 @@ def growth_mib(context: Any = None) -> float:
 
     def go_through(num_rows: int) -> None:
         seen = 0
-        for _, near in assign_blocks(cut_blocks([rows[:num_rows]]), centroids, **options):
+        for _, near in assign_rows(cut_blocks([rows[:num_rows]]), centroids, **options):
             seen += near.labels.numel()
         assert seen == num_rows * LABELS
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.centroids import Assignment, Tally, assign_blocks
+from mclclip.clustering.centroids import Assignment, Tally
 from mclclip.data.arrays import cut_blocks
 from tests.matrix import kept
-from tests.nearest_checks import assign
+from tests.nearest_checks import assign, assign_rows, fit, fit_two_level
 
 ALGORITHMS = ("spherical", "euclidean")
 
@@ -35,11 +35,11 @@ def clustered(
     blocks: list[np.ndarray], *args: Any, labels_per_sample: int = 1, **options: Any
 ) -> tuple[kmeans.Clustering, Assignment, Tally]:
     """Centroids, the nearest of each row, and what these come to."""
-    found = kmeans.fit_two_level(blocks, *args, **options)
+    found = fit_two_level(blocks, *args, **options)
     common = {name: options[name] for name in ("algorithm", "valid") if name in options}
     common["labels_per_sample"] = labels_per_sample
     tally = Tally(found.num_clusters)
-    for _ in tally.of(assign_blocks(blocks, found.centroids, **common)):
+    for _ in tally.of(assign_rows(blocks, found.centroids, **common)):
         pass
     return found, assign(blocks, found.centroids, **common), tally
 
@@ -73,7 +73,7 @@ def test_exactly_k_of_uneven_groups(num_clusters: int) -> None:
     assert found.held == range(num_clusters) == range(found.num_clusters)
     assert near.labels.shape == (len(rows), 5) and tally.counts.sum() == len(rows)
     assert torch.equal(tally.counts, torch.bincount(near.labels[:, 0], minlength=num_clusters))
-    twice = kmeans.fit_two_level(blocks, num_clusters, num_splits=7, restarts=3, seed=2)
+    twice = fit_two_level(blocks, num_clusters, num_splits=7, restarts=3, seed=2)
     assert torch.equal(twice.centroids, found.centroids)
 
 
@@ -101,7 +101,7 @@ def test_groups_of_equal_rows_leave_clusters_empty() -> None:
 def test_near_to_flat_k_means() -> None:
     rows = unit(np.random.default_rng(3).normal(size=(1500, 8)))
     blocks = cut_blocks([rows], 200)
-    flat = kmeans.fit(blocks, 60, init="random")
+    flat = fit(blocks, 60, init="random")
     _, _, tally = clustered(blocks, 60)
     assert tally.inertia <= 1.1 * flat.inertia
 

@@ -29,6 +29,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
 from mclclip.data.loader import LONGEST_TMPDIR
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -176,7 +177,7 @@ def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None
     """By a worker; what arrives is the same and can be written to."""
     batch = Batch(
         views=[torch.rand(4, 3, 8, 8), torch.rand(4, 3, 8, 8)],
-        labels=torch.arange(4)[:, None],
+        group_ids=torch.arange(4)[:, None],
         sample_id=torch.arange(4) + 7,
         step=3,
         group_size=2,
@@ -184,7 +185,7 @@ def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None
         text_features=torch.rand(300, 256),
         replaced={8: "broken"},
     )
-    few = [batch.labels, batch.sample_id, batch.text]
+    few = [batch.group_ids, batch.sample_id, batch.text]
     assert copy.copy(batch).sample_id is batch.sample_id  # only what is sent changes
     found = pickle.loads(ForkingPickler.dumps(batch))
     assert not any(tensor.is_shared() for tensor in few if tensor is not None)
@@ -229,7 +230,7 @@ def test_batches_neither_read_nor_move_the_global_generators(index: SampleIndex)
     assert_equal(make(index)[4], first)
 
 
-class FromTorchAlone:
+class FromTorchAlone(PictureTransform):
     """A transform that says from which generator it draws."""
 
     draws_from_torch_alone = True
@@ -313,9 +314,9 @@ def test_a_batch_is_what_the_plan_says(index: SampleIndex, policy: Any, order: A
         planned = plan.batch(epoch_step)
         ids = planned.ids
         assert batch.sample_id.tolist() == ids.tolist() and batch.step == step and len(batch) == 16
-        assert batch.sample_id.dtype == batch.labels.dtype == torch.int64
+        assert batch.sample_id.dtype == batch.group_ids.dtype == torch.int64
         wanted = truncate(LABELS[ids], RADICES, planned.prefix_length)
-        assert batch.labels.shape == (16, 1) and batch.labels[:, 0].tolist() == wanted.tolist()
+        assert batch.group_ids.tolist() == wanted[:, None].tolist()
         assert batch.group_size == planned.group_size
         assert batch.prefix_length == planned.prefix_length
         assert batch.views[0][:, 0, 0, 0].tolist() == ids.tolist()
@@ -359,7 +360,7 @@ def test_images_alone_and_no_labels(index: SampleIndex) -> None:
     grouped = grouped_index(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
     batch = make(index, tokenizer=None, grouped=grouped)[0]
     assert batch.text is None and batch.text_features is None
-    assert batch.labels.tolist() == [[0]] * 16
+    assert batch.group_ids.tolist() == [[0]] * 16
 
 
 # --- ranks, workers, resuming ------------------------------------------------------------------
@@ -372,7 +373,7 @@ def joined(parts: list[Batch]) -> Batch:
         replaced |= part.replaced
     return Batch(
         views=[torch.cat(views) for views in zip(*(part.views for part in parts), strict=True)],
-        labels=torch.cat([part.labels for part in parts]),
+        group_ids=torch.cat([part.group_ids for part in parts]),
         sample_id=torch.cat([part.sample_id for part in parts]),
         step=parts[0].step,
         group_size=parts[0].group_size,
@@ -541,7 +542,7 @@ def check_replacements(batches: TrainingBatches, num_epochs: int) -> tuple[int, 
         assert len(set(got)) == size and not BAD & set(got)
         assert batch.replaced == {i: "unidentified" for i in planned if i in BAD}
         labels = truncate(LABELS[got], RADICES, prefix_length)
-        assert batch.labels[:, 0].tolist() == labels.tolist()
+        assert batch.group_ids[:, 0].tolist() == labels.tolist()
         assert batch.views[0][:, 0, 0, 0].tolist() == got
         for column, (before, after) in enumerate(zip(planned, got, strict=True)):
             if before not in BAD:

@@ -14,7 +14,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 import open_clip
 
 from mclclip.data.options import DataConfig
-from mclclip.data.samples import Sample, TarDataset, tokenized
+from mclclip.data.samples import Sample, TarDataset, tokenize
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.unit.data.test_samples import LIMIT, build_index, png, to_tensor
 
@@ -49,16 +49,16 @@ def test_long_captions_keep_their_tokens(words: str, context: int) -> None:
         for n in (5, 700, 3000)
     ]
     texts.append("x" + " " * 90_000 + texts[-1])
-    assert torch.equal(tokenized(own, texts), own(texts))
+    assert torch.equal(tokenize(own, texts), own(texts))
 
 
 def test_what_a_tokenizer_is_given_is_bounded() -> None:
     texts = ["a" * 10**7, " x" * 5_000_000, "x" + " " * 10**7 + "y", "a" * 4096, "a b " * 1024]
     recording = Recording(77)
-    tokenized(recording, texts)
+    tokenize(recording, texts)
     assert recording.lengths == [4096, 8192, 100_000, 4096, 4096]
     recording = Recording(1000)
-    tokenized(recording, texts)
+    tokenize(recording, texts)
     assert recording.lengths == [32_000, 64_000, 100_000, 4096, 4096]
 
 

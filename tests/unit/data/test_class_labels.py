@@ -64,21 +64,3 @@ def test_mistakes(clusters: tuple[Path, Any]) -> None:
     index.digest = "other"
     with pytest.raises(RuntimeError, match="run 'mclclip cluster --force'"):
         ClassLabels(directory, index, labels_per_sample=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "array", "words"),
-    [
-        ("centroids", np.ones((4, 2), np.float32), "hold 4 centroids"),
-        ("cluster_labels", LABELS[:3], r"hold rows of \[3, 3\]"),
-        ("similarities", SIMILARITIES[:, :2], r"hold rows of \[4, 2\]"),
-        ("cluster_labels", LABELS + 1, "hold a label 5"),
-    ],
-    ids=["centroids", "labels", "similarities", "a label"],
-)
-def test_files_that_do_not_fit(
-    clusters: tuple[Path, Any], name: str, array: Any, words: str
-) -> None:
-    np.save(clusters[0] / f"{name}.npy", array)
-    with pytest.raises(RuntimeError, match=words + ".*tells of 5 clusters: run 'mclclip cluster"):
-        ClassLabels(*clusters, labels_per_sample=3)[np.arange(3)]

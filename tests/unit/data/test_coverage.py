@@ -29,7 +29,7 @@ def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
         plan = EpochPlan(grouped, batch, policy, "round_robin", seed=0, stage=2, epoch=0)
         found = []
         for step in range(plan.steps_per_epoch):
-            ids, labels = plan.batch(step).ids, plan.batch(step).labels
+            ids, labels = plan.batch(step).ids, plan.batch(step).group_ids
             same = (labels[:, None] == labels) & (ids[:, None] != ids)
             found += [len(set(ids[row])) for row in same]
         assert len(found) == report.steps * batch

@@ -14,6 +14,7 @@ import torch
 from mclclip.data.bytes import BadSample
 from mclclip.data.decode import DecodeError, decode_array, is_array
 from mclclip.data.options import DataConfig
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
@@ -27,7 +28,7 @@ from tests.unit.data.test_samples import build_index
 LIMIT = 10_000
 
 
-class Pixels:
+class Pixels(PictureTransform):
     """A transform that takes pictures and arrays."""
 
     reads_arrays = True
@@ -130,13 +131,13 @@ def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
         index, DataConfig(max_image_pixels=99), lambda image: torch.zeros(3, *image.size)
     )
     assert isinstance(pictures_only[1], Sample)
-    assert pictures_only[0] == BadSample(0, "unfit")
+    assert pictures_only[0] == BadSample(0, "unsuitable")
     with pytest.raises(ValueError, match="sample test/a: it is an array of 4 channels"):
         pictures_only.check()
     plain = PlainTransform(PixelFormat((8, 8), [0.5], [0.5], channels=4))
     four_only = TarDataset(index, DataConfig(max_image_pixels=LIMIT), plain)
     four_only.check()
-    assert four_only[1] == BadSample(1, "unfit")
+    assert four_only[1] == BadSample(1, "unsuitable")
 
 
 def test_an_array_beside_a_picture_is_no_image(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_mask_makes_the_pure_batches_first_and_runs_of_groups_after(case: Case) 
     plan, size = case.plan(), case.global_batch
     lengths = {plan.batch(step).prefix_length for step in range(plan.steps_per_epoch)}
     assert lengths == {len(case.radices)}
-    rows = [plan.batch(step).labels.tolist() for step in range(plan.steps_per_epoch)]
+    rows = [plan.batch(step).group_ids.tolist() for step in range(plan.steps_per_epoch)]
     assert len(rows) == sum(case.sizes) // size
     # Each group is one run, so that its rows keep negatives.
     assert all(len(list(groupby(row))) == len(set(row)) for row in rows)
@@ -275,12 +275,12 @@ def test_the_rows_of_a_step_share_the_label_it_is_masked_at(case: Case) -> None:
     plan = case.plan()
     for step in range(plan.steps_per_epoch):
         batch = plan.batch(step)
-        labels = batch.labels
+        group_ids = batch.group_ids
         assert batch.ids.dtype == np.int64 and batch.ids.shape == (case.global_batch,)
         assert np.array_equal(plan.grouped.sample_ids[batch.positions], batch.ids)
         truth = truncate(case.labels[batch.ids], case.radices, batch.prefix_length)
-        assert labels.dtype == np.int64 and np.array_equal(labels, truth)
-        counts = Counter(labels.tolist())
+        assert group_ids.dtype == np.int64 and np.array_equal(group_ids, truth)
+        counts = Counter(group_ids.tolist())
         assert case.policy == "mask" or len(counts) == 1
         compared = sum(n * n for n in counts.values()) / case.global_batch
         assert batch.group_size == round(compared)
@@ -399,7 +399,7 @@ def test_what_remains_changes_wherever_something_remains(case: Case) -> None:
 def test_proportional_spreads_a_large_group_over_the_epoch() -> None:
     labels = np.repeat([0, 1, 2], [800, 100, 100])
     plan = EpochPlan(grouped_index(labels, (3,)), 5, "drop", "proportional", 3, 1, 0)
-    visited = np.array([int(plan.batch(step).labels[0]) for step in range(plan.steps_per_epoch)])
+    visited = np.array([int(plan.batch(step).group_ids[0]) for step in range(plan.steps_per_epoch)])
     assert np.bincount(visited).tolist() == [160, 20, 20]
     halves = [(half == 0).mean() for half in np.split(visited, 2)]
     assert all(abs(share - 0.8) < 0.08 for share in halves)

@@ -187,7 +187,7 @@ def counted_as_in_the_batches(batches: TrainingBatches) -> tuple[EqualRows, Equa
         pairs, rows = 0, set()
         for step in range(batches.steps_per_epoch):
             batch = batches[step]
-            marks = batch.labels[:, 0].tolist(), batch.extras[extra].tolist()
+            marks = batch.group_ids[:, 0].tolist(), batch.extras[extra].tolist()
             of_row = list(zip(*marks, strict=True))
             for i, j in itertools.combinations(range(6), 2):
                 if of_row[i] == of_row[j]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mclclip.data.bytes import RawSample
-from mclclip.data.extras import EditedCaptions, survey
+from mclclip.data.extras import EditedCaptions, report_edits
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import Sample, TarDataset, cut_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -55,7 +55,7 @@ def test_an_edit_is_checked_against_the_sentences_that_were_left_out(tmp_path: P
     extra = EditedCaptions(HardCaptions(rules=["number"], per_caption=16), tokenizer)
     dataset = TarDataset(index, DataConfig(), to_tensor, tokenizer=tokenizer, extras=[extra])
     [raw] = dataset.read_many([0])
-    first = dataset.decoded(raw, part_of=lambda text: cut_sentences(text)[0])
+    first = dataset.decode(raw, part_of=lambda text: cut_sentences(text)[0])
     assert isinstance(first, Sample)
     edits = first.extras["edited_text"][first.extras["has_edit"]]
     found = {*read(edits)}
@@ -99,8 +99,8 @@ def made(folder: Path, captions: str = "json:captions") -> Any:
 def test_the_shares_are_shown_before_a_training(tmp_path: Path, caplog: Any) -> None:
     index = made(tmp_path)
     with caplog.at_level(logging.INFO, "mclclip"):
-        survey(HardCaptions(rules=["colour", "size"]), index, DataConfig(), "train")
-        survey(HardCaptions(field="wrong"), index, DataConfig(), "train")
+        report_edits(HardCaptions(rules=["colour", "size"]), index, DataConfig(), "train")
+        report_edits(HardCaptions(field="wrong"), index, DataConfig(), "train")
     by_rules, by_field = caplog.messages
     assert "of 3 captions, of 3 samples that were looked at, 33.3 %" in by_rules
     assert "(colour 33.3%, size 0.0%)" in by_rules and "for 'a red mat'" in by_rules
@@ -111,16 +111,16 @@ def test_the_shares_are_shown_before_a_training(tmp_path: Path, caplog: Any) -> 
 def test_what_fits_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
     index, text = made(tmp_path / "a"), made(tmp_path / "b", "txt")
     with pytest.raises(ValueError, match="hard_captions: rules swap gave no wrong caption for any"):
-        survey(HardCaptions(rules=["swap"]), index, DataConfig(), "train")
+        report_edits(HardCaptions(rules=["swap"]), index, DataConfig(), "train")
     for field, count in (("nowhere", 0), ("captions", 3)):
         with pytest.raises(
             ValueError,
             match=rf"field '{field}', in which {count} of 3 samples have a text, gave no wrong "
             r"caption .* wanted the name of a field .* a string or a list of strings",
         ):
-            survey(HardCaptions(field=field), index, DataConfig(), "base")
+            report_edits(HardCaptions(field=field), index, DataConfig(), "base")
     for field in ("", "json:wrong"):
         with pytest.raises(ValueError, match=f"field is '{field}': wanted the name of the field"):
             HardCaptions(field=field)
     with pytest.raises(ValueError, match=r"captions=txt reads their .txt: set it to json:FIELD"):
-        survey(HardCaptions(field="wrong"), text, DataConfig(), "train")
+        report_edits(HardCaptions(field="wrong"), text, DataConfig(), "train")

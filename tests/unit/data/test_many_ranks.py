@@ -11,6 +11,7 @@ import torch
 
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan, PlannedBatch
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.samples import Sample
 from tests.batches import grouped_index
 from tests.matrix import kept
@@ -25,15 +26,15 @@ class Numbers:
     """Stands for the reader of shards: a sample is its number."""
 
     def __init__(self) -> None:
-        self.index = SimpleNamespace(drawn_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
+        self.index = SimpleNamespace(draw_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
         self.bytes = SimpleNamespace(reader=SimpleNamespace(urls=()))
-        self.transform = self.tokenizer = self.image_rows = None
+        self.tokenizer, self.transform = None, PictureTransform()
         self.extras = ()
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]
 
-    def decoded(self, raw: int, number: int, views: list[Any], *_: Any) -> Sample:
+    def decode(self, raw: int, number: int, views: list[Any], *_: Any) -> Sample:
         return Sample(raw, [torch.tensor([raw]) for _ in views])
 
 

@@ -14,7 +14,7 @@ import pytest
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
-from mclclip.data.labels import WEIGHT_UNIT, SampleWeights, drawn_rows
+from mclclip.data.labels import WEIGHT_UNIT, SampleWeights, locate_draws
 from mclclip.data.options import DataConfig, PlanConfig, Policy, SourceConfig
 from mclclip.run.artifacts import INTENT
 from mclclip.util.files import write_json
@@ -61,7 +61,7 @@ def test_a_group_draws_every_row_as_often_as_its_weight_says(num_rows: int) -> N
     found = np.zeros(num_rows)
     epochs = 40
     for key in range(epochs):
-        rows, occurrence = drawn_rows(
+        rows, occurrence = locate_draws(
             ends,
             np.tile([[0, num_rows]], (draws, 1)),
             np.full(draws, draws),
@@ -83,7 +83,7 @@ def test_a_group_draws_every_row_as_often_as_its_weight_says(num_rows: int) -> N
 def test_every_run_of_draws_has_a_point_of_its_own() -> None:
     """By one point for all, weights of 0.5 would draw all even rows of a group or all odd ones."""
     draws, run = 2560, 64
-    rows, _ = drawn_rows(
+    rows, _ = locate_draws(
         np.cumsum(np.full(2 * draws, WEIGHT_UNIT // 2)),
         np.tile([[0, 2 * draws]], (draws, 1)),
         np.full(draws, draws),
@@ -103,7 +103,7 @@ def test_huge_groups_do_not_overflow() -> None:
     draws = 400_000_000
     number = np.array([0, 1, draws // 2, draws - 1])
     starts = np.tile([[0, 1000]], (4, 1))
-    rows, occurrence = drawn_rows(
+    rows, occurrence = locate_draws(
         ends, starts, np.full(4, draws), number, np.arange(4, dtype=np.uint64)
     )
     exact = [(int(n) * int(ends[-1])) // draws for n in number]

@@ -159,7 +159,7 @@ def test_an_image_is_decoded_once_for_all_its_views(
     monkeypatch.setattr(samples_module, "decode", decode)
     dataset.tokenizer = tokenizer
     views = [partial(view, name) for name in "abc"]
-    good, bad = (dataset.decoded(raw, 0, views) for raw in dataset.read_many([4, 2]))
+    good, bad = (dataset.decode(raw, 0, views) for raw in dataset.read_many([4, 2]))
     assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")
     assert decoded == [png(4), b"x"] and seen == ["view c", "view b", "view a", "text a"]
     assert [int(view[0, 0, 0]) for view in good.views] == [7, 6, 5]
@@ -376,7 +376,7 @@ def test_every_caption_finds_its_row(tmp_path: Path, dtype: str) -> None:
             for number in range(len(captions_of(sample_id))):
                 row = features.get(sample_id, number)
                 assert row.dtype == dtype and row.tolist() == [sample_id, number]
-            with pytest.raises(IndexError, match="was asked for, it has"):
+            with pytest.raises(AssertionError):
                 features.get(sample_id, len(captions_of(sample_id)))
     copy = pickle.loads(pickle.dumps(features))
     assert copy.get(8, 2).tolist() == [8, 2]
@@ -390,7 +390,7 @@ def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
     dataset = TarDataset(index, transform=to_tensor, **TEXTS, text_features=features)
     raw = dataset.read_many([8])[0]
     assert isinstance(raw, RawSample) and raw.text == b""
-    sample = dataset.decoded(raw, caption_number=2)
+    sample = dataset.decode(raw, caption_number=2)
     assert isinstance(sample, Sample) and sample.text is None
     assert sample.text_features is not None and sample.text_features.tolist() == [8, 2]
 

@@ -85,7 +85,7 @@ def expected(
 
 def test_every_view_is_cut_and_moved(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make(index, num_views=2, tokenizer=None)[0]
-    part = batch.rows(3, 7)
+    part = batch.slice(3, 7)
     assert [view.tolist() for view in part.views] == [view[3:7].tolist() for view in batch.views]
     assert all(tensor.is_meta for tensor in batch.to("meta").tensors())
     pinned: list[int] = []

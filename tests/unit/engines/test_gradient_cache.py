@@ -27,7 +27,7 @@ def batch() -> Batch:
     return Batch(
         views=[torch.randn(GLOBAL_BATCH, 3, 32, 32, generator=random)],
         text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
-        labels=torch.arange(GLOBAL_BATCH)[:, None] % 3,
+        group_ids=torch.arange(GLOBAL_BATCH)[:, None] % 3,
         sample_id=torch.arange(GLOBAL_BATCH) // 2,  # every sample twice: masked
         step=0,
         group_size=GLOBAL_BATCH // 3,

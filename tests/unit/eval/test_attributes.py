@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mclclip.data.datasets.sources import array_sample
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.shard_writer import write_shards
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols.attributes import evaluate
@@ -30,7 +31,7 @@ def write(root: Path, **changes: Any) -> Path:
     return root
 
 
-class Transform:
+class Transform(PictureTransform):
     reads_arrays = True
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:

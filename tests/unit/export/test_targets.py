@@ -165,10 +165,6 @@ REFUSED: dict[str, tuple[Any, str, Callable[[Path], Path]]] = {
         "hf", "set init_logit_bias: -10 in the model's configuration",
         lambda path: siglip(path / "own", init_logit_bias=None),
     ),
-    "a tower of one block": (
-        "llava", "has one block, and LLaVA reads the state before",
-        lambda path: exported(path / "own", vision_cfg={"layers": 1}),
-    ),
     "resnets, joined": (
         "llava", "has no place in transformers' CLIPModel", lambda path: joined_resnets(path),
     ),

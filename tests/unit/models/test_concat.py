@@ -174,10 +174,6 @@ def test_stages_that_do_not_fit(vit: Model, tmp_path: Path) -> None:
     load_towers(tiny_config(quick_gelu=True)).save(tmp_path / "b")
     with pytest.raises(ValueError, match="has another open_clip_config.json"):
         save_concat([tmp_path / "a", tmp_path / "b"], "raw", tmp_path / "c")
-    with pytest.raises(ValueError, match="at least one"):
-        save_concat([], "raw", tmp_path / "c")
-    with pytest.raises(ValueError, match="variant is 'sum'"):
-        save_concat([tmp_path / "a"], "sum", tmp_path / "c")  # type: ignore[arg-type]
     assert not (tmp_path / "c").exists()
 
 

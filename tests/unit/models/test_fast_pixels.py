@@ -21,7 +21,7 @@ from mclclip.models.transforms import (
     crop_box,
     fast_transform,
     no_box_fits,
-    normalized,
+    normalize,
     rows_first,
 )
 from tests import tiny
@@ -137,7 +137,7 @@ def test_normalising_later_gives_open_clips_bits() -> None:
     wanted = image_transform_v2(settings, is_train=False)(image)
     mean, deviation = (torch.tensor(v)[:, None, None] for v in (settings.mean, settings.std))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    found = normalized(torch.stack([pixels, pixels]), mean, deviation)
+    found = normalize(torch.stack([pixels, pixels]), mean, deviation)
     assert torch.equal(found, torch.stack([wanted, wanted])) and pixels.dtype == torch.uint8
 
 

@@ -20,7 +20,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.towers import stretch_positions
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import RunPaths, made_of, read_manifest
+from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 
@@ -157,7 +157,7 @@ def test_digests_follow_the_longer_context(
         cluster.run(run, SINGLE, stage=0)
         train.run(run, SINGLE, stage=1)
         digests.append(read_manifest(layout.text_embeddings, "text_embeddings").inputs["encoder"])
-        begun.append(made_of(layout.train(1))["config"]["model"])
+        begun.append(read_identity(layout.train(1))["config"]["model"])
         assert begun[-1]["long_context"] is (option == "true")
         export.stage(run, SINGLE, stage=1)
         contexts.append(load_towers(layout.export(1)).tokenizer.context_length)

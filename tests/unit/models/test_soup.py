@@ -53,12 +53,10 @@ def test_models_of_different_bases_are_refused(
     assert (tmp_path / "soup" / weights.WEIGHTS).exists()
 
 
-def test_other_configs_and_empty_soups(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
+def test_other_configs(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
     resnet.save(tmp_path / "other")
     with pytest.raises(ValueError, match="has another open_clip_config.json"):
         save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup")
-    with pytest.raises(ValueError, match="at least one"):
-        save_uniform_soup([], tmp_path / "soup")
 
 
 def test_other_tensors(stages: list[Path], tmp_path: Path) -> None:
@@ -120,8 +118,6 @@ def test_shares_weigh_the_models(stages: list[Path]) -> None:
     )
     same, _ = combine(stages, [3.0, 0.0, 1.0])
     assert all(weights.same_bits(same[n], found[n]) for n in found)
-    with pytest.raises(ValueError, match="wanted one above 0"):
-        combine(stages, [0.0, 0.0, 0.0])
 
 
 def test_a_whole_share_keeps_every_bit(stages: list[Path]) -> None:

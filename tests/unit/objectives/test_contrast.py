@@ -1,4 +1,4 @@
-"""What contrastive losses share: options, rows without negatives, features that do not fit."""
+"""What contrastive losses share: options, rows without negatives, large scales."""
 
 from __future__ import annotations
 
@@ -43,25 +43,6 @@ def test_a_temperature_of_its_own_leaves_the_models_scale_alone() -> None:
     assert reads.captions and not reads.logit_scale
 
 
-def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
-    loss, image = InfoNCE(between="views"), torch.eye(3)
-    marks = {"labels": torch.zeros(3, 1, dtype=torch.int64), "sample_id": torch.arange(3)}
-    scale = torch.tensor(1.0)
-    with pytest.raises(ValueError, match="reads image_features_1, and was given image_features,"):
-        loops.parts_of(loss, image_features=image, logit_scale=scale, **marks)
-    with pytest.raises(ValueError, match=r"image_features_1 \(2, 3\) must both be \[b, D\]"):
-        loops.parts_of(
-            loss, image_features=image, image_features_1=image[:2], logit_scale=scale, **marks
-        )
-    with pytest.raises(ValueError, match=r"classes \(3,\) must be \[3, l\]"):
-        one_view = SupervisedContrast(num_views=1)
-        loops.parts_of(one_view, image_features=image, classes=torch.arange(3), **marks)
-    with pytest.raises(ValueError, match=r"labels \(3,\) and sample_id \(3,\)"):
-        loops.parts_of(
-            loss, image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)}
-        )
-
-
 def test_excess_is_exact_for_large_differences() -> None:
     negatives = torch.tensor([-800.0, 0.0, 40.0, 800.0, float("-inf")], dtype=torch.float64)
     negatives.requires_grad_()
@@ -91,13 +72,13 @@ TWO_SIDES = [name for name in KINDS if not name.startswith("supcon")]
 @pytest.mark.parametrize("name", TWO_SIDES)
 def test_rows_without_negatives_are_silent_and_counted(name: str, dtype: torch.dtype) -> None:
     batch = loops.draw(4, 5, dtype=dtype)
-    batch.labels = torch.tensor([0, 1, 2, 3, 3])
+    batch.group_ids = torch.tensor([0, 1, 2, 3, 3])
     assert run(name, batch)["rows_without_negatives"] == 3
     for gradient in batch.gradients()[:2]:
         assert torch.equal(gradient[:3], torch.zeros_like(gradient[:3]))
         assert (gradient[3:] != 0).all()
     one_sample = batch.rows(range(5))
-    one_sample.labels[:], one_sample.sample_id[:] = 0, 7
+    one_sample.group_ids[:], one_sample.sample_id[:] = 0, 7
     assert run(name, one_sample)["rows_without_negatives"] == 5
 
 
@@ -116,7 +97,7 @@ def test_half_precision_features_are_widened() -> None:
         image_features=image.bfloat16(),
         text_features=text.half(),
         logit_scale=torch.tensor(7.0),
-        labels=ids[:, None] * 0,
+        group_ids=ids[:, None] * 0,
         sample_id=ids,
     )
     assert output["loss"].dtype == torch.float32

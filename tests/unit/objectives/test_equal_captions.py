@@ -37,7 +37,7 @@ def run(objective: Objective, batch: loops.Batch) -> dict[str, Tensor]:
     image, text = batch.unit()
     features = {"image_features": image, "text_features": text, "logit_scale": batch.scale}
     features["logit_bias"] = torch.tensor(-2.0, dtype=image.dtype)
-    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
+    marks = {"group_ids": batch.group_ids[:, None], "sample_id": batch.sample_id}
     digests = dict(zip(DIGESTS, batch.digests, strict=False))
     parts = loops.parts_of(objective, **features, **marks, **digests)
     parts["loss"].backward()
@@ -64,7 +64,7 @@ def test_without_equal_captions_the_bits_are_those_of_negatives(
 def test_rows_whose_others_are_all_masked_have_loss_0(kind: str) -> None:
     """Some by their caption, some by their picture; the pairs of a group count once."""
     batch = loops.draw(4, 6, dtype=torch.float32)
-    batch.labels = torch.tensor([0, 0, 0, 1, 1, 1])
+    batch.group_ids = torch.tensor([0, 0, 0, 1, 1, 1])
     batch.digests = torch.tensor([7, 7, 7, 1, 2, 3]), torch.tensor([1, 2, 3, 4, 4, 5])
     parts = run(built(kind, "masked", "fp32"), batch)
     assert parts["rows_without_negatives"] == 3 and parts["equal_captions"] == 3 + 1
@@ -94,7 +94,7 @@ def test_positives_of_one_caption_change_nothing_in_info_nce() -> None:
     for how in ("negatives", "positives", "masked"):
         batch = loops.draw(7, 6, groups=2)
         with torch.no_grad():
-            batch.labels[:3], batch.second[:3] = 0, batch.second[0]
+            batch.group_ids[:3], batch.second[:3] = 0, batch.second[0]
         batch.digests = torch.tensor([0, 0, 0, 1, 2, 3]), torch.arange(6)
         loss = run(built("info_nce", how), batch)["loss"].detach()
         first, second, scale = batch.gradients()
@@ -129,7 +129,7 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
         for side in (batch.first, batch.second):
             side[:] = 1.0
     image, text = (side.detach() for side in batch.unit())
-    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
+    marks = {"group_ids": batch.group_ids[:, None], "sample_id": batch.sample_id}
     marks |= dict(zip(DIGESTS, batch.digests, strict=True))
     given = {"image_features": image, "text_features": text, **marks}
     chance = objective.chance(*loops.split(given), {n: part.detach() for n, part in parts.items()})

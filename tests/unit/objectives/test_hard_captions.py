@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import parse
-from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.info_nce import InfoNCE, InfoNCEWithEdits
 from mclclip.util.caption_rules import HardCaptions
 from tests import objective_loops as loops
 
@@ -32,14 +32,14 @@ def features(rows: int, h: int, absent: Any = ()) -> dict[str, Tensor]:
 
 def marks(labels: list[int]) -> dict[str, Tensor]:
     return {
-        "labels": torch.tensor(labels)[:, None],
+        "group_ids": torch.tensor(labels)[:, None],
         "sample_id": torch.arange(len(labels)),
         "logit_scale": torch.tensor(7.0, dtype=torch.float64),
     }
 
 
 def loss_of(scope: Any, h: int, tile: int = 2048) -> InfoNCE:
-    return InfoNCE(hard_captions=HardCaptions(per_caption=h, scope=scope), tile=tile)
+    return InfoNCEWithEdits(HardCaptions(per_caption=h, scope=scope), tile=tile)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.objectives.base import ObjectiveInputs, parse
-from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, predictor_of
+from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, new_predictor
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
@@ -58,7 +58,7 @@ def test_the_predictor_is_drawn_by_the_seed() -> None:
         assert mine.requires_grad and torch.equal(mine, theirs)
     kinds = [type(layer).__name__ for layer in one.predictor]
     assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Linear", "BatchNorm1d"]
-    assert [p.shape for p in predictor_of(2, [4, 2], 0)[-1].parameters()] == []
+    assert [p.shape for p in new_predictor(2, [4, 2], 0)[-1].parameters()] == []
 
 
 def test_defaults_are_those_of_the_papers() -> None:

@@ -34,7 +34,7 @@ def batch_of() -> Batch:
     return Batch(
         views=[torch.randn(rows, 3, 32, 32, generator=random)],
         text=torch.randint(1, 400, (rows, 20), generator=random),
-        labels=torch.arange(rows)[:, None] % 2,
+        group_ids=torch.arange(rows)[:, None] % 2,
         sample_id=torch.arange(rows),
         step=0,
         group_size=rows,
@@ -75,7 +75,7 @@ def sides() -> dict[str, Tensor]:
         for name in ("image", "text")
     }
     ids = torch.arange(rows)
-    return found | {"labels": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": ids}
+    return found | {"group_ids": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": ids}
 
 
 def test_a_rotation_of_both_towers_is_free_for_similarities_alone() -> None:
@@ -122,13 +122,7 @@ def test_a_common_scale_of_100_loses_no_digits() -> None:
         torch.autograd.grad(loss, query, create_graph=True)
 
 
-def test_what_is_missing_or_does_not_fit_is_one_line() -> None:
-    given = sides()
-    own = {n: given[f"base_{n}"] for n in ("image_features", "text_features")}
-    with pytest.raises(ValueError, match="reads base_text_features, and was given base_image"):
-        parts_of(built(), **own, **(given | {"base_text_features": None}))
-    with pytest.raises(ValueError, match=r"base_image_features \(8, 4\) .* is the base another"):
-        parts_of(built(), **own, **(given | {"base_image_features": torch.ones(8, 4)}))
+def test_a_base_without_a_logit_scale_needs_a_temperature() -> None:
     image_tower = load_towers(tiny.MODEL, seed=1, text=False)
     with pytest.raises(ValueError, match="has none: set temperature to a number"):
         built(image_tower, between="images")

@@ -40,7 +40,7 @@ def drawn() -> tuple[Model, Any]:
     model, views = Model(), [torch.randn(5, 4), torch.randn(5, 4)]
     return model, SimpleNamespace(
         views=views, text=None, text_features=None, prefix_length=0, classes=None, extras={},
-        labels=torch.zeros(5, 1).long(), sample_id=torch.arange(5),
+        group_ids=torch.zeros(5, 1).long(), sample_id=torch.arange(5),
     )  # fmt: skip
 
 

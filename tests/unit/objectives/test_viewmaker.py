@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from mclclip.objectives.feature_dropout import MirroredConv2d, Viewmaker, bounded, keyed_noise
+from mclclip.objectives.feature_dropout import MirroredConv2d, Viewmaker, bound, keyed_noise
 from tests import objective_loops as loops
 
 
@@ -70,7 +70,7 @@ def test_the_mean_change_of_an_image_is_within_its_budget(
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     raw = size * torch.randn(3, 4, 5, 6, generator=rng, dtype=torch.float64)
-    change = bounded(raw, epsilon)
+    change = bound(raw, epsilon)
     assert ((change > 0) == ((raw > 0) & (epsilon > 0))).all()
     for image, own in zip(raw.tanh(), change, strict=True):
         mean = float(image.abs().sum()) / image.numel()

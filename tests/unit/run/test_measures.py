@@ -7,14 +7,13 @@ import json
 import logging
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from mclclip.run import recorder as measures
-from mclclip.run.recorder import NotFinite, PeakMemory, StepProfiler, StepWatch, not_finite
+from mclclip.run.recorder import NotFinite, StepProfiler, StepWatch, not_finite, peak_bytes
 from tests.benchmarks import memory
 from tests.device_waits import Readings
 
@@ -96,113 +95,26 @@ def test_no_step_waits_for_the_device() -> None:
 
 
 CPU = torch.device("cpu")
-MIB = 2**20
-Measured = list[tuple[dict[str, int], dict[str, float]]]  # peaks by phase, figures
-
-
-def can_reset() -> bool:
-    return PeakMemory(CPU).by_phases
-
 
 # --- memory ------------------------------------------------------------------------------------
 
 
-def touch(mib: int) -> None:
-    """Has this much memory in use for a moment."""
-    # Beyond the C library's threshold, memory is given back to the system at once.
-    torch.ones(mib * MIB, dtype=torch.uint8)
+def touch() -> tuple[int, int]:
+    """The peak before and after 1 GiB is in use for a moment."""
+    before = peak_bytes(CPU)
+    torch.ones(2**30, dtype=torch.uint8)
+    return before, peak_bytes(CPU)
 
 
-def by_phase() -> PeakMemory:
-    """Two phases of 300 and 100 MiB."""
-    peaks = PeakMemory(CPU)
-    peaks.ended("start")
-    touch(300)
-    peaks.ended("forward")
-    touch(100)
-    peaks.ended("backward")
-    return peaks
-
-
-def partly_watched() -> PeakMemory:
-    """300 MiB that nobody watches, and a checkpoint of 100."""
-    peaks = PeakMemory(CPU)
-    peaks.ended("start")
-    peaks.watching = False
-    touch(300)
-    peaks.ended("forward")
-    with peaks.phase("checkpoint"):  # always measured
-        touch(100)
-    assert not peaks.watching
-    peaks.watching = True
-    peaks.restart()
-    peaks.ended("backward")
-    return peaks
-
-
-def measure_both() -> Measured:
-    return [(peaks.by_phase, peaks.figures()) for peaks in (by_phase(), partly_watched())]
-
-
-@pytest.fixture(scope="module")
-def measured() -> Measured:
-    """In a process that was just started: the kernel takes back what an older one has not touched
-    for a while, so that it may hold less at its peak than it held before."""
-    if not can_reset():
-        pytest.skip("/proc/self/clear_refs cannot be written here")
-    return memory.in_fresh_process(measure_both)
-
-
-def test_each_phase_has_its_own_peak(measured: Measured) -> None:
-    peaks, figures = measured[0]
-    assert 250 < (peaks["forward"] - peaks["start"]) / MIB < 350
-    assert 50 < (peaks["backward"] - peaks["start"]) / MIB < 150
-    assert figures["memory_gib"] == figures["memory_forward_gib"]
-    assert figures["memory_checkpoint_gib"] == 0.0  # never measured
-
-
-def test_what_nobody_watches_counts_in_all_but_for_no_phase(measured: Measured) -> None:
-    peaks, figures = measured[1]
-    assert set(peaks) == {"start", "checkpoint", "backward"}
-    assert 50 < (peaks["checkpoint"] - peaks["start"]) / MIB < 150
-    assert (peaks["backward"] - peaks["start"]) / MIB < 50
-    assert figures["memory_gib"] > (peaks["start"] + 250 * MIB) / 2**30
-
-
-def test_without_a_mark_to_set_back_there_is_the_whole_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(measures, "CLEAR", tmp_path / "no" / "such")
-    with caplog.at_level(logging.INFO, "mclclip"):
-        peaks = PeakMemory(CPU)
-        for phase in measures.PHASES:
-            peaks.ended(phase)
-    figures = peaks.figures()
-    assert 0.01 < figures.pop("memory_gib") < 100
-    assert set(figures.values()) == {0.0}
-    assert caplog.text.count("peak memory is not measured by phase") == 1
+def test_the_peak_of_main_memory_is_what_was_in_use_at_once() -> None:
+    before, after = memory.in_fresh_process(touch)
+    assert before < 2**30 < after <= before + 2**30
 
 
 def test_on_a_gpu_the_allocator_is_asked_about_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No counter that waits for the device is read, and never another device's."""
-    device, peak, asked = torch.device("cuda", 1), SimpleNamespace(gib=3), []
-
-    def read(of: torch.device) -> int:
-        asked.append(of)
-        return peak.gib * 2**30
-
-    def reset(of: torch.device) -> None:
-        asked.append(of)
-        peak.gib = 1
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", read)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    peaks = PeakMemory(device)
-    peak.gib = 2
-    peaks.ended("forward")
-    peaks.ended("backward")
-    assert peaks.by_phase == {"forward": 2 * 2**30, "backward": 2**30}
-    assert peaks.figures()["memory_gib"] == 2.0 and set(asked) == {device}
+    peaks = {torch.device("cuda", 0): 1, torch.device("cuda", 1): 3 * 2**30}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.__getitem__)
+    assert peak_bytes(torch.device("cuda", 1)) == 3 * 2**30
 
 
 # --- traces ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.recorder import NotFinite, PeakMemory, Recorder
+from mclclip.run.recorder import NotFinite, Recorder
 from tests import tiny
 from tests.device_waits import Readings
 
@@ -42,7 +42,6 @@ def make(directory: Path, **options: Any) -> Recorder:
     settled: dict[str, Any] = {
         "name": "stage 1", "global_batch": 8, "start": 0, "total": 10, "steps_per_epoch": 4,
         "log_every": 5, "share_bad": lambda found: len(found), "track": [], "config": {},
-        "peaks": PeakMemory(CPU),
     }  # fmt: skip
     return Recorder(directory, Context(), **(settled | options))
 
@@ -50,7 +49,7 @@ def make(directory: Path, **options: Any) -> Recorder:
 def go(recorder: Recorder, stop: int = 10, batch: Batch | None = None) -> None:
     """The steps that are left up to ``stop``, as the training loop takes them."""
     batches = [batch or Batch()] * (stop - recorder.start)
-    for done, _ in enumerate(recorder.reading(batches), start=recorder.start + 1):
+    for done, _ in enumerate(recorder.read_batches(batches), start=recorder.start + 1):
         recorder.take(done, parts_of(done), lr=0.1)
         recorder.end_epoch(done)
     if stop < recorder.total:
@@ -65,25 +64,6 @@ def test_rows_have_all_that_is_promised(tmp_path: Path) -> None:
     assert (five["step"], five["epoch"], five["samples_seen"]) == (5, 1.25, 40)
     assert (ten["step"], ten["epoch"], ten["samples_seen"], ten["loss"]) == (10, 2.5, 80, 10.0)
     assert five["group_size"] == 3 and five["bad_samples"] == 7 and five["lr"] == 0.1
-
-
-def test_memory_is_told_by_phase_where_it_was_measured(tmp_path: Path) -> None:
-    recorder = make(tmp_path)
-    if not recorder.peaks.by_phases:
-        pytest.skip("/proc/self/clear_refs cannot be written here")
-    go(recorder)
-    measured = {n for n in tiny.rows(tmp_path / "metrics.jsonl")[0] if n.startswith("memory")}
-    assert measured == {"memory_gib", "memory_start_gib", "memory_data_wait_gib"}
-
-
-def test_memory_is_watched_in_the_first_steps_and_those_that_give_a_row(tmp_path: Path) -> None:
-    recorder = make(tmp_path)
-    watched = [
-        done
-        for done, _ in enumerate(recorder.reading([Batch()] * 10), start=1)
-        if recorder.peaks.watching
-    ]
-    assert watched == [1, 2, 3, 5, 10]
 
 
 def test_every_epoch_has_a_row(tmp_path: Path) -> None:
@@ -125,7 +105,7 @@ def test_replaced_samples_are_shared_at_each_row(tmp_path: Path) -> None:
 
 def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
     recorder = make(tmp_path)
-    batches = recorder.reading([Batch()] * 5)
+    batches = recorder.read_batches([Batch()] * 5)
     with Readings() as readings:
         for done in range(1, 5):
             next(batches)

@@ -68,7 +68,7 @@ def test_a_sample_brings_the_rows_of_its_picture_and_its_caption(
     labelled: Path, data: Path
 ) -> None:
     layout, opened = RunPaths(labelled), SampleIndex.open(labelled / "index")
-    extra = BaseFeatures(layout, opened, {"images", "texts"})
+    extra = BaseFeatures(layout, opened, {"image_features", "text_features"})
     images, texts = (
         np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
         for folder in (layout.embeddings(0), layout.text_embeddings)

@@ -36,7 +36,7 @@ def judging(values: dict[int, float], **options: Any) -> PeriodicEvaluation:
 def until_it_ends(judged: PeriodicEvaluation, start: int = 0) -> int:
     """The steps after ``start`` as the loop takes them; returns the last one."""
     for done in range(start, judged.total + 1):
-        if judged.due(done):
+        if judged.is_due(done):
             judged.measure(done)
             if judged.patience_is_over:
                 return done
@@ -45,8 +45,8 @@ def until_it_ends(judged: PeriodicEvaluation, start: int = 0) -> int:
 
 def test_it_is_due_every_so_many_steps_and_at_the_end() -> None:
     judged = judging({})
-    assert [done for done in range(11) if judged.due(done)] == [3, 6, 9, 10]
-    assert [done for done in range(11) if judging({}, every=5).due(done)] == [5, 10]
+    assert [done for done in range(11) if judged.is_due(done)] == [3, 6, 9, 10]
+    assert [done for done in range(11) if judging({}, every=5).is_due(done)] == [5, 10]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_best_and_the_end(
     for start in (3, 6, 9):  # resumed from a checkpoint, which is older than its own evaluation
         before = judging(given, best=True, **options)
         for done in range(start):
-            if before.due(done):
+            if before.is_due(done):
                 before.measure(done)
         if not before.patience_is_over:
             resumed = judging(given, best=True, **options)

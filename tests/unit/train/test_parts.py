@@ -10,7 +10,7 @@ import pytest
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths
-from mclclip.train.build import StageTraining, checkpoints_of
+from mclclip.train.build import StageTraining, build_checkpoints
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,7 @@ def test_stage_0_is_named_by_its_objective(
     """It has no groups: it is SimCLR or CLIP, and not MCL."""
     options = config.load(None, [f"run_dir={tmp_path}", f"train.objective.kind={kind}"])
     unread: Any = None  # the index
-    job = StageTraining.of(
-        options, options.train, SINGLE, RunPaths(tmp_path, variant), stage, unread
-    )
+    job = StageTraining(options, options.train, SINGLE, RunPaths(tmp_path, variant), stage, unread)
     assert job.title == expected
 
 
@@ -46,8 +44,8 @@ def test_a_mirror_in_the_run_directory_is_refused(
         words = ["run_dir=run", f"train.checkpoint.mirror={mirror}"]
         options = config.load(None, words)
         layout = RunPaths(Path("run"), "mcl")
-        return checkpoints_of(
-            StageTraining.of(options, options.train, SINGLE, layout, 1, unread), "0" * 64
+        return build_checkpoints(
+            StageTraining(options, options.train, SINGLE, layout, 1, unread), "0" * 64
         )
 
     for inside in ("run", "run/mirror", "run/../run/mirror", str(tmp_path / "run/mirror")):

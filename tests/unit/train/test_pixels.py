@@ -99,7 +99,7 @@ def test_neither_workers_nor_ranks_change_a_batch(data: Path, tmp_path: Path) ->
         assert all(view.is_shared() for view in batch.views)
         for rank in range(3):
             of_rank = batches_of(config, "fast", model, rank=rank, world_size=3)[batch.step]
-            rows = wanted.rows(8 * rank, 8 * rank + 8)
+            rows = wanted.slice(8 * rank, 8 * rank + 8)
             assert all(map(torch.equal, of_rank.views, rows.views))
 
 
@@ -114,7 +114,7 @@ def test_batches_that_are_normalised_are_left_alone(
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
     views = [pixels.float(), pixels]
     ids = torch.arange(2)
-    batch = Batch(views=views, labels=ids[:, None], sample_id=ids, step=0, group_size=2)
+    batch = Batch(views=views, group_ids=ids[:, None], sample_id=ids, step=0, group_size=2)
     found = prepared(batch, config, model)
     mean, deviation = model.normalization
     wanted = pixels.float().div(255).sub(mean).div(deviation)
@@ -156,7 +156,7 @@ def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path, pixe
         config = tiny.make_config(tmp_path, data, f"data.pixels={asked}")
         layout = RunPaths(tmp_path, "ungrouped")
         samples = SampleIndex.open(layout.index)
-        assert StageTraining.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
+        assert StageTraining(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
     assert not artifact.manifest
 
 

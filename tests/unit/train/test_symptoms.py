@@ -177,7 +177,7 @@ def figures(directory: Path) -> list[tuple[float, ...]]:
 def test_chance_of_info_nce_is_the_logarithm_of_its_candidates() -> None:
     """Groups of 3 and 2, of which the second repeats a sample."""
     features, labels = torch.eye(5), torch.tensor([[0], [0], [0], [1], [1]])
-    given = {"image_features": features, "text_features": features, "labels": labels}
+    given = {"image_features": features, "text_features": features, "group_ids": labels}
     given |= {"sample_id": torch.tensor([0, 1, 2, 3, 3])}
     loss = InfoNCE("captions", Temperature(0.1))
     expected = torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]).log().mean()
@@ -185,7 +185,7 @@ def test_chance_of_info_nce_is_the_logarithm_of_its_candidates() -> None:
 
 
 def test_chance_of_the_sigmoid_loss_is_the_least_of_any_bias() -> None:
-    given = {"labels": torch.zeros(6, 1, dtype=torch.int64), "sample_id": torch.arange(6)}
+    given = {"group_ids": torch.zeros(6, 1, dtype=torch.int64), "sample_id": torch.arange(6)}
     biases = torch.linspace(-9.0, 9.0, 4001, dtype=torch.float64)
     own, other = torch.nn.functional.softplus(-biases), torch.nn.functional.softplus(biases)
     least = (own + 5 * other).min()

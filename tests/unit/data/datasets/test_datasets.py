@@ -14,12 +14,13 @@ import torch
 
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip import config
-from mclclip.data.datasets.celeba import balanced
+from mclclip.data.datasets.celeba import balance
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.stl_digits import paste
 from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.labels import AttributeClasses
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.verbs import index, make_dataset
@@ -142,9 +143,9 @@ def test_celeba_is_made_independent(tmp_path: Path) -> None:
 
 def test_attributes_that_cannot_be_made_independent() -> None:
     values = np.array([*itertools.product((0, 1), repeat=3)])
-    assert balanced(np.arange(8), values, 0).tolist() == list(range(8))
+    assert balance(np.arange(8), values, 0).tolist() == list(range(8))
     with pytest.raises(ValueError, match="7 images of CelebA lack a combination"):
-        balanced(np.arange(7), values, 0)
+        balance(np.arange(7), values, 0)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_downloads_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
 # --- read by the index, and real files ---------------------------------------------------------
 
 
-class Noisy:
+class Noisy(PictureTransform):
     """A transform of arrays, with a draw of its own in every view."""
 
     reads_arrays = True
@@ -298,7 +299,7 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
     assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
     for rank in range(2):  # as loader workers get it: pickled
         batches = pickle.loads(pickle.dumps(training_batches(**options, rank=rank, world_size=2)))
-        part, wanted = batches[1], whole.rows(4 * rank, 4 * rank + 4)
+        part, wanted = batches[1], whole.slice(4 * rank, 4 * rank + 4)
         for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
             assert torch.equal(left, right)
 
