@@ -74,7 +74,7 @@ def _listings(directory: Path) -> Iterator[Path]:
 
 
 def _kind_at(directory: Path, folder: Path) -> str | None:
-    """Returns the kind of artifact that the layout of a run has in ``folder``; None for none."""
+    """Returns the kind of artifact that a run has in this folder, such as 'export', or None."""
     place = folder.relative_to(directory).as_posix()
     if (directory / "finetune").is_dir() and place in ("data", "pairs"):
         return "shards" if place == "data" else "pairs"
@@ -83,8 +83,8 @@ def _kind_at(directory: Path, folder: Path) -> str | None:
 
 
 def _compare(path: Path, place: str, again: str, pool: ThreadPoolExecutor) -> Iterator[Finding]:
-    """Yields the line of the artifact or step whose files ``path`` lists, if it is finished;
-    ``again`` says how to make it again if the list itself is damaged."""
+    """Yields the line of the artifact or step whose files ``path`` lists, if it is finished.
+    ``again`` says how to make it again, in case that the list itself is damaged."""
     if path.name == INTENT:
         if not is_finished(path.parent):
             yield doctor.finding(place, "is not finished, so there is nothing to compare yet")
@@ -120,7 +120,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _again(path: Path, kind: str | None) -> str:
-    """Says how to make the files that ``path`` lists again: a step, or an artifact of ``kind``."""
+    """Says how to make the step, or the artifact of ``kind``, that ``path`` lists again."""
     if path.name == step_files.STATE:
         return "remove this step's folder, and the same command resumes from the step before"
     if kind not in KINDS:
