@@ -1,5 +1,5 @@
-"""What zero-shot classification, linear probe and kNN share: features of a train and a test set,
-and the figures of images with classes."""
+"""Zero-shot classification, linear probe and kNN share this: features of a train and a test set, and
+the figures of images with classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures read: a run, and a seeded draw of its samples."""
+"""The inputs of figures: a run, and a seeded draw of its samples."""
 
 from __future__ import annotations
 
