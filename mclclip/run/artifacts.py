@@ -73,7 +73,7 @@ KINDS = {
     "train": Kind("train", r"stage_\d+/train"),
     "export": Kind("export", r"stage_\d+/export"),
     "concat": Kind("export", r"exports/[^/]+"),
-    "soup": Kind("export"),  # in exports/ too
+    "soup": Kind("export"),
     "filter": Kind("filter", r"filters/[^/]+", by_flags=True),
     "blindspots": Kind("blindspots", r"blindspots/[^/]+", by_flags=True),
     "finetune": Kind("finetune", "finetune", by_flags=True),

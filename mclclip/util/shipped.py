@@ -13,8 +13,6 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from mclclip.util.options import nearest
-
 _PACKAGE = Path(str(resources.files("mclclip")))
 RECIPES = _PACKAGE / "launch" / "recipes"
 PLUGINS = {
@@ -58,6 +56,8 @@ def find_recipe(where: Path | str) -> Path:
         return path
     if str(where) in (names := recipe_names()):
         return RECIPES / f"{where}.yaml"
+    from mclclip.util.options import nearest  # imports pydantic, which help does without
+
     raise FileNotFoundError(
         f"no configuration file at {where}: give a YAML file, or the name of a shipped recipe "
         f"(nearest: {', '.join(nearest(path.stem, names))}; 'mclclip recipes' lists all)"

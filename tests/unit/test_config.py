@@ -246,7 +246,11 @@ def test_every_option_of_a_configuration_is_explained() -> None:
     assert len(keys) == len(EVERY) > 500
     assert {("train.lr", ""), ("data.sources.NAME.shards", "")} <= keys
     assert {("train.objective.threshold", "mlcd"), ("eval.suite.NAME.options.k", "knn")} <= keys
-    assert not [option for option in EVERY if len(option.text.split()) < 2]
+    lacking = [(option.key, option.kind) for option in EVERY if len(option.text.split()) < 2]
+    assert not lacking, (
+        "an option's text is the docstring below it; that of a benchmark's is each sentence with "
+        "``NAME`` in the docstring of evaluate in eval/protocols/KIND.py"
+    )
     assert not [option for option in EVERY if not option.type or "value" in option.type.split()]
 
 

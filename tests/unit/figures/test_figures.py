@@ -20,6 +20,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.figures import nearest, nearest_labels, tsne
 from mclclip.figures.inputs import Inputs
 from mclclip.ranks.process_group import SINGLE
+from mclclip.util import shipped
 from mclclip.verbs import analyse, embed
 from tests import views
 
@@ -127,6 +128,9 @@ def test_a_figure_is_found_by_its_module(
         "    return {'samples': len(inputs.run.index)}\n"
         "FIGURE = Figure(draw, 'nothing')\n"
     )
+    monkeypatch.setitem(shipped.PLUGINS, str(tmp_path), shipped.PLUGINS["figures"])
+    found = shipped.plugins(str(tmp_path))
+    monkeypatch.setattr(shipped, "plugins", lambda _: found)
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])
     folder = analyse.run(config, SINGLE, figures="toy_figure")
     assert data(folder, "toy_figure") == {"samples": 64}
