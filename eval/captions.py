@@ -37,7 +37,7 @@ ProtocolName = Literal[
 
 @dataclass(frozen=True)
 class CaptionRule:
-    """The demands of a named protocol of retrieval on the data.
+    """The demands of a named protocol of retrieval on its data.
 
     split                     the value of the column split; None: all rows
     captions_per_image        only the first so many captions of an image are used; None: all

@@ -1,5 +1,5 @@
-"""The common parts of zero-shot classification, linear probe and kNN: features of a train and a test set,
-and the figures of images with classes."""
+"""The common part of zero-shot classification, linear probe and kNN: features of a train and a test
+set, and the figures of images with classes."""
 
 from __future__ import annotations
 

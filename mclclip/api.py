@@ -41,7 +41,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
 from mclclip.run import opened, runlog
 from mclclip.run.artifacts import MANIFEST, Artifact, Manifest
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import advice, files
 from mclclip.util.remake import Remake
 from mclclip.verbs import compare, make_pairs, pack, report
@@ -247,7 +247,7 @@ class FineTuning:
         options = {name: value for name, _, value in (o.partition("=") for o in self.overrides)}
         folder = self.out / "finetune"
         choose = partial(self._choose, context, packed, remake)
-        make(Settings(self.base, self.seed, options), folder, (packed, choose), remake)
+        make_artifact(Settings(self.base, self.seed, options), folder, (packed, choose), remake)
         return str(folder / SETTINGS), remake
 
     def _choose(self, context: Context, packed: Manifest, remake: Remake) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact
 from mclclip.run.lock import start_of_process
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.remake import Remake
 
@@ -61,7 +61,7 @@ def run(
         images=None if images is None else files.digest_json(pixels),
         texts=None if texts is None else files.digest_json([*probes.texts]),
     )
-    make(step, out, (source, probes), force)
+    make_artifact(step, out, (source, probes), force)
     return out
 
 

@@ -1,8 +1,8 @@
-"""A step makes one artifact; the function `make` runs every step.
+"""A step makes one artifact; `make_artifact` runs every step.
 
-A verb describes its artifact as a frozen dataclass, a `Step`, and calls ``make``. All fields of the
-step and the digests of its inputs are the identity of the artifact. What changes no result, such as
-the device, is passed as ``how``, which is never compared, or is an option declared with
+A verb describes its artifact as a frozen dataclass, a `Step`, and calls `make_artifact`. All fields
+of the step and the digests of its inputs are the identity of the artifact. What changes no result,
+such as the device, is passed as ``how``, which is never compared, or is an option declared with
 ``NO_RESULT``::
 
     @dataclass(frozen=True)
@@ -99,7 +99,9 @@ def find_artifact(
     )
 
 
-def make(step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTHING) -> Manifest:
+def make_artifact(
+    step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTHING
+) -> Manifest:
     """Makes the artifact of ``step`` in ``directory`` unless it is finished; returns its manifest.
 
     Resumes begun work of the same identity. Raises ValueError for work of another identity; with

@@ -232,24 +232,21 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
     Raises ValueError where the objective reads captions and the model has no text tower, and where
     batch norms are trained that were folded into weights.
     """
-    config, options, layout, stage = (
-        training.config,
-        training.options,
-        training.layout,
-        training.stage,
-    )
-    named = config.model_of(training.name)
-    same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
+    config, options, stage = training.config, training.options, training.stage
+    base = config.model_of(training.name)
+    same: dict[str, Any] = {"projector": base.projector, "augmentation": base.augmentation}
     if stage == 0 or config.trained_model is not None:
-        same |= {"text": named.text, "image_weights": named.image_weights}
-        same["long_context"] = named.long_context
-        model = load_towers(named.name, named.pretrained, seed=config.seed, **same)
+        same |= {"text": base.text, "image_weights": base.image_weights}
+        same["long_context"] = base.long_context
+        model = load_towers(base.name, base.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.
         seed = int(mix(config.seed, stage, _WEIGHTS) >> np.uint64(33))
-        model = load_towers(layout.export(0), load_weights=False, seed=seed, **same)
+        model = load_towers(training.layout.export(0), load_weights=False, seed=seed, **same)
     else:
-        model = load_towers(layout.export(stage - 1 if options.start == "previous" else 0), **same)
+        model = load_towers(
+            training.layout.export(stage - 1 if options.start == "previous" else 0), **same
+        )
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "

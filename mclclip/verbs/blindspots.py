@@ -45,7 +45,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.opened import Run
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.options import split_named_path
 from mclclip.util.remake import Remake
@@ -128,7 +128,7 @@ def _make_blind_spots(
         )
     directory = opened.layout.run_dir / "blindspots" / f"{first.name}-{second.name}"
     step = BlindSpotPairs(first.name, second.name, **limits)
-    make(step, directory, (opened, first, second), force)
+    make_artifact(step, directory, (opened, first, second), force)
     return directory
 
 

@@ -32,7 +32,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.runlog import count_of
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util.files import digest_array, records_of
 from mclclip.util.remake import Remake
 
@@ -56,10 +56,10 @@ def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.
     layout, options = RunPaths.of(config), config.cluster
     how = ClusteredStage(layout, SampleIndex.open(layout.index), stage, context)
     clusters = StageClusters(replace(options, num_clusters=options.clusters_of(stage)), config.seed)
-    make(clusters, layout.clusters(stage), how, force)
+    make_artifact(clusters, layout.clusters(stage), how, force)
     if config.train.objective.reads.groups:
         labels = PseudoLabels(options.label_mode)
-        make(labels, layout.pseudo_labels(stage + 1), how, force)
+        make_artifact(labels, layout.pseudo_labels(stage + 1), how, force)
     return layout.clusters(stage)
 
 

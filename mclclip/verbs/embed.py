@@ -34,7 +34,7 @@ from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
@@ -108,7 +108,9 @@ class Pass:
 
     def embed(self, step: Step[Pass], directory: Path, force: Remake) -> None:
         """Makes the embeddings of ``step``, unless they are finished."""
-        make(step, directory, self, collectives.on_main(partial(self._remake, directory, force)))
+        make_artifact(
+            step, directory, self, collectives.on_main(partial(self._remake, directory, force))
+        )
 
     def _remake(self, directory: Path, force: Remake) -> Remake:
         """Returns ``ALL`` for any ``force`` if samples have been restored since the embeddings

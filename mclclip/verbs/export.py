@@ -35,7 +35,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
-from mclclip.run.steps import make
+from mclclip.run.steps import make_artifact
 from mclclip.train.loop import MODEL
 from mclclip.util import files
 from mclclip.util.options import with_prefix
@@ -124,7 +124,7 @@ def _export_stage(config: Config, stage: int, variant: str, force: Remake) -> Pa
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     step = StageExport(stage, layout.variant if stage else "mcl", ema, encoder_fields, seed)
-    make(step, layout.export(stage), (inputs, write), force)
+    make_artifact(step, layout.export(stage), (inputs, write), force)
     return layout.export(stage)
 
 
@@ -241,7 +241,7 @@ def _join(config: Config, variant: str, force: Remake) -> dict[str, Path]:
         write_soup = partial(_write_soup, config, layout, [*stages.values()], force)
         steps["soup_uniform"] = UniformSoup(), write_soup
     for name, (step, write) in steps.items():
-        make(step, layout.joined(name), (inputs, write), force)
+        make_artifact(step, layout.joined(name), (inputs, write), force)
     return {name: layout.joined(name) for name in steps}
 
 

@@ -26,7 +26,7 @@ from mclclip.data.arrays import save_npy
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, refuse_foreign
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files, search
 from mclclip.util.options import split_named_path
 from mclclip.util.remake import Remake
@@ -155,7 +155,7 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Remake)
     )
     directory = Path(config.run_dir) / "filters" / name
     refuse_foreign(directory, "--name")
-    make(Filter(stage, options), directory, inputs, force)
+    make_artifact(Filter(stage, options), directory, inputs, force)
     return directory
 
 

@@ -58,7 +58,7 @@ from mclclip.run.artifacts import (
     read_manifest,
 )
 from mclclip.run.runlog import count_of, progress
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util.files import move_aside, printable, records_of, remove_leftovers
 from mclclip.util.options import prefix_errors, protocol_of
 from mclclip.util.remake import Remake
@@ -213,7 +213,7 @@ def _write(
     ]
     # Remove the old manifest first: it does not describe the files that are written now.
     (directory / MANIFEST).unlink(missing_ok=True)
-    return make(IndexTables(), directory, (table, placed, findings, left_out))
+    return make_artifact(IndexTables(), directory, (table, placed, findings, left_out))
 
 
 Scanned = tuple[pa.Table, list[Shard], Findings, Mapping[str, Mapping[str, int]]]

@@ -20,7 +20,7 @@ from mclclip.data.datasets.sources import Sources
 from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.remake import Remake
 
@@ -47,7 +47,7 @@ def run(
     if name == "patterns":
         _check_options(name, options, {f.name for f in fields(Patterns)} - {"name", "seed"})
         check_foreign(out, "make-dataset", "shards")
-        make(Patterns(seed=seed, **options), out, None, force)
+        make_artifact(Patterns(seed=seed, **options), out, None, force)
         return out
     if name not in datasets.NAMES:
         raise ValueError(
@@ -62,7 +62,7 @@ def run(
     check_foreign(out, "make-dataset", *SPLITS)
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
     splits = Splits(name, seed, per_shard, places, settings | options)
-    make(splits, out, (build, Sources(folders, download)), force)
+    make_artifact(splits, out, (build, Sources(folders, download)), force)
     return out
 
 

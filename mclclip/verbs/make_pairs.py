@@ -36,7 +36,7 @@ from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
 from mclclip.run.artifacts import Artifact, Manifest, RunPaths, find_run_dir
 from mclclip.run.runlog import progress
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.caption_rules import RULES, check_rules, false_edits, spoken
 from mclclip.util.randomness import mix, permute
@@ -84,7 +84,7 @@ def run(
     if confused is not None:
         spots = _read_spots(confused, [image.size for image in images])
     pictures = CaptionedPictures(shards, images, texts, spots)
-    return make(MinimalPairs(tuple(rule_names), per_rule, seed), out, pictures, force)
+    return make_artifact(MinimalPairs(tuple(rule_names), per_rule, seed), out, pictures, force)
 
 
 class CaptionedPictures(NamedTuple):

@@ -41,7 +41,7 @@ from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import count_of, progress
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import advice
 from mclclip.util.files import Record, Roots
 from mclclip.util.options import refuse_url
@@ -106,7 +106,7 @@ def pack(
         allow_roots=tuple(os.path.abspath(folder) for folder in allow_roots),
         held_out=dict(held_out),
     )
-    return make(step, out, (table, source, command), force)
+    return make_artifact(step, out, (table, source, command), force)
 
 
 @dataclass(frozen=True)

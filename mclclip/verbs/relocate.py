@@ -56,7 +56,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.ranks.workers import map_in_pool
 from mclclip.run import runlog
 from mclclip.run.artifacts import INTENT, Artifact, RunPaths, is_finished, refuse_foreign
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.options import protocol_of
 from mclclip.util.remake import Remake
@@ -96,7 +96,7 @@ def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     collectives.on_main(lambda: refuse_foreign(directory, "relocate.folder"))
     step = Relocated(stage, config.relocate.samples_per_shard)
-    make(step, directory, Relocation(config, context, layout, index), force)
+    make_artifact(step, directory, Relocation(config, context, layout, index), force)
     collectives.on_main(lambda: _remove_notes(directory))
     return directory
 

@@ -40,7 +40,7 @@ from mclclip.models.loading import has_texts, load_towers
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import refuse_foreign
-from mclclip.run.steps import make
+from mclclip.run.steps import make_artifact
 from mclclip.util import files
 from mclclip.util.remake import Remake
 
@@ -124,7 +124,7 @@ def run(
         None if alphas is None else tuple(alphas), judge.benchmarks,
         None if images is None else str(images),
     )  # fmt: skip
-    make(step, out, (inputs, partial(_write, search, choose[method])), force)
+    make_artifact(step, out, (inputs, partial(_write, search, choose[method])), force)
     return out
 
 

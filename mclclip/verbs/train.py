@@ -30,7 +30,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, RunPaths
-from mclclip.run.steps import Made, Step, find_artifact, make
+from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
 from mclclip.train.build import StageTraining, TrainingInputs
 from mclclip.train.loop import Evaluate
@@ -70,7 +70,7 @@ def run(
     training = StageTraining(config, options, context, layout, stage, index, evaluate)
     rules.check(config, num_ranks=context.world_size, training=training.name)
     step = collectives.on_main(lambda: _step_of(training))
-    make(step, training.directory, training, force)
+    make_artifact(step, training.directory, training, force)
     collectives.on_main(lambda: keep_finished(training.directory, options.checkpoint.keep_every))
     return training.directory
 

@@ -12,7 +12,7 @@ import pytest
 
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, is_finished, read_manifest
-from mclclip.run.steps import Made, Step, find_artifact, identity_of, make
+from mclclip.run.steps import Made, Step, find_artifact, identity_of, make_artifact
 from mclclip.util import files
 from mclclip.util.remake import Remake
 from tests import tiny
@@ -122,9 +122,9 @@ class OfRankZero(OfAllRanks):
 
 def make_both(folder: Path) -> tuple[list[str], Any]:
     steps: list[Callable[[], Any]] = [
-        lambda: make(OfAllRanks(), folder / "all", folder),
-        lambda: make(OfRankZero(), folder / "zero", folder),
-        lambda: collectives.on_main(lambda: make(OfRankZero(), folder / "within", folder)),
+        lambda: make_artifact(OfAllRanks(), folder / "all", folder),
+        lambda: make_artifact(OfRankZero(), folder / "zero", folder),
+        lambda: collectives.on_main(lambda: make_artifact(OfRankZero(), folder / "within", folder)),
     ]
     return [step().digest for step in steps], steps[0]().counts
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mclclip.run.artifacts import Artifact
-from mclclip.run.steps import Made, Step, make
+from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.options import NO_RESULT
 from mclclip.util.remake import Remake
@@ -49,5 +49,5 @@ class Lengths(Step[Path]):
 
 def run(captions: Path, out: Path, step: Lengths, *, force: Remake = Remake.NOTHING) -> Path:
     """Counts the captions of a file, unless they are counted; returns the directory."""
-    make(step, out, captions, force)
+    make_artifact(step, out, captions, force)
     return out

@@ -24,7 +24,7 @@ from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, RunPaths, parse_manifest, read_identity
-from mclclip.run.steps import make
+from mclclip.run.steps import make_artifact
 from mclclip.util import files
 from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, embed, export, index, make_dataset, make_pairs, pack, train
@@ -296,7 +296,7 @@ def test_packing_verbs_list_every_file_for_doctor(
     pack.pack(pictures, run / "data", samples_per_shard=2, held_out={"choose": 0.4})
     samples = [PackedSample(str(number), b"x", "jpg", ["a"]) for number in range(3)]
     splits = make_dataset.Splits("mine", 0, 2, {}, {})
-    make(splits, run / "splits", (lambda *_: {"train": samples}, Sources()))
+    make_artifact(splits, run / "splits", (lambda *_: {"train": samples}, Sources()))
     (run / "pairs" / "struck.txt").write_text("written by a user")
     assert entry.main(["doctor", str(run)]) == 0
     capsys.readouterr()

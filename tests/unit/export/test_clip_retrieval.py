@@ -27,7 +27,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.options import Variant
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths
-from mclclip.run.steps import make
+from mclclip.run.steps import make_artifact
 from mclclip.verbs import embed, export, index
 from tests import tiny
 from tests.unit.export.models import the_certificate
@@ -248,7 +248,7 @@ def joined(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {}
 
     step = export.StageExport(1, "mcl", ema=None, model=None, seed=None)
-    make(step, layout.export(1), ({}, write))
+    make_artifact(step, layout.export(1), ({}, write))
     embed.run(options, SINGLE, stage=1)
     stages = [layout.export(0), layout.export(1)]
     kinds: list[Variant] = ["stage_norm", "raw"]
