@@ -66,9 +66,9 @@ def as_lost(error: Exception, where: str = "") -> Exception:
         return LostWorker(f"a loader worker has ended{where}, {_guess_cause(ended['word'] or '')}")
     if is_lost_peer(error):
         late = any(part in text for part in _LATE)
-        event = "has not answered within peer_timeout_s" if late else "has ended"
+        slow, gone = "another rank has not answered within peer_timeout_s", "another rank has ended"
         quote = text.partition("\n")[0].partition(". ")[0][:_MOST_OF_TORCH]
-        return Lost(f"another rank {event}{where}: {GOES_ON} (torch: {quote})")
+        return Lost(f"{slow if late else gone}{where}: {GOES_ON} (torch: {quote})")
     return error
 
 
