@@ -433,8 +433,10 @@ def read_items(
 
 
 def _read_struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
-    """Reads the names of struck items, one per line (# begins a comment); returns those in
-    ``names``. Raises ValueError for an unknown item, unless it is of a part that was ``not_read``.
+    """Reads the names of the items that a user has struck out of the benchmark, one per line (#
+    begins a comment); returns those in ``names``.
+
+    Raises ValueError for an unknown item, unless it is of a part that was ``not_read``.
     """
     if not path.exists():
         return set()

@@ -81,8 +81,8 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
 
 
 def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
-    """Reads the names that ``classes`` stands for (``find_names``): a mapping by label, or a
-    list."""
+    """Reads the names of classes: those of ImageNet, of a clip_benchmark data set, or of a file
+    below ``root``, as ``classes`` says. Returns label -> name, or the names in order."""
     if classes == IMAGENET:
         from mclclip.models.clip import IMAGENET_NAMES
 

@@ -1,13 +1,13 @@
-"""The method (MCL), which ``cli`` calls and which calls verbs: for each stage embed -> cluster ->
-train -> export -> evaluate; then join.
+"""The method (MCL), which ``cli``, ``api``, ``race`` and ``demo`` call, and which calls verbs: for
+each stage embed -> cluster -> train -> export -> evaluate; then join.
 
 MCL: "Learning the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (Zhang et
 al., 2024, arXiv:2402.11816).
 
-Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts from stage 0's
-weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
-samples that the encoders of stages 0..s-1 put into the same clusters. The controls repeat these
-trainings without groups, or with permuted ones, for as many steps.
+Stage 0 is the given encoder, which is trained first if the options have ``base``. Every stage
+s >= 1 starts from stage 0's weights (unless ``train.start`` or ``trained_model`` says otherwise).
+Its batches are groups of samples that the encoders of stages 0..s-1 put into the same clusters. The
+controls repeat these trainings without groups, or with permuted ones, for as many steps.
 
 Finished artifacts are skipped, so the same command resumes a run that was killed anywhere.
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal
 
 from mclclip.config.options import Config
@@ -19,6 +20,7 @@ from mclclip.engines import gradient_cache
 from mclclip.eval.protocols import evaluator
 from mclclip.models.options import ModelConfig, architecture_of, more_than_crops, num_blocks
 from mclclip.train.options import TrainConfig
+from mclclip.util.options import protocol_of
 
 Needs = Literal["options", "ranks", "run"]
 """What a rule reads: the options alone; also the number of ranks; or, before a whole run, also
@@ -277,6 +279,17 @@ def _optimizer(at: Subject) -> object:
     )
 
 
+def _mirror(at: Subject) -> object:
+    """Refuses a mirror of checkpoints inside the run directory, with which it would be lost."""
+    mirror, run_dir = at.options.checkpoint.mirror, Path(at.config.run_dir).resolve()
+    if mirror is None or protocol_of(mirror) is not None:
+        return None
+    return Path(mirror).expanduser().resolve().is_relative_to(run_dir) and (
+        f"{at.training}.checkpoint.mirror={mirror!r} lies in the run directory {run_dir}, with "
+        "which it would be lost: give a folder outside of it, on another disk"
+    )
+
+
 def _metric(at: Subject) -> object:
     """Refuses to evaluate a training on a benchmark that ``eval.suite`` does not have."""
     suite, how = at.config.eval.suite, at.options.evaluate
@@ -427,6 +440,7 @@ RULES: tuple[Rule, ...] = (
         (names := _benchmarks_with_texts(at)) and not _reads_texts(at.config.model)
         and f"eval.suite.{names[0]} compares images with texts, and the model has no text tower: "
         "leave it out, or take a CLIP model"), "run"),
+    Rule("TRAINING.checkpoint.mirror", _mirror),
     Rule("TRAINING.evaluate", _metric),
     Rule("TRAINING.evaluate.metric", lambda at: (
         (how := at.options.evaluate).metric is not None and how.mode == "max"

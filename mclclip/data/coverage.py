@@ -144,9 +144,10 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
 def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
     """Logs the report before training, in one line or with --verbose whole, and returns it.
 
-    If there are more labels than Eq. 4 allows (K^j > M / B), it raises ValueError under "drop" and
-    "carry" and warns under other policies. Within the bound it warns of groups that "drop" and
-    "carry" never use. Raises ValueError under any policy if an epoch has no step.
+    MCL's Eq. 4 bounds the number of possible labels, K^j for K clusters and j stages, by the global
+    batches of an epoch, M samples / batch B. Beyond it, the policies that never mix groups ("drop",
+    "carry") raise ValueError, and others warn. Within it, the former warn of groups that are never
+    used. Raises ValueError under any policy if an epoch has no step.
     """
     report = coverage_report(grouped, global_batch, policy)
     require_steps(report.steps, grouped.sizes, global_batch, policy)

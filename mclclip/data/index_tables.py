@@ -422,7 +422,8 @@ def stem_of(path: str) -> str:
 
 
 def _with_names(table: pa.Table, shards: Sequence[Shard], names: Mapping[int, str]) -> pa.Table:
-    """Changes keys to ``source/name/key`` in the shards that have ``names``, by their numbers."""
+    """Inserts names into the keys of some shards: ``source/key`` becomes ``source/name/key``, so
+    that keys which start again in each shard differ. ``names``: shard number -> name."""
     if not names:
         return table
     keys, parts = table["key"].chunk(0), []

@@ -222,9 +222,10 @@ class Remote:
     def read_ranges(self, ranges: Sequence[UrlRange]) -> list[bytes]:
         """Reads the bytes of each range, neighbours by one request.
 
-        The object must still have the tag of its range, if that is a strong ETag, or be unchanged
-        since, if that is a time. Raises FileNotFoundError for a missing object, ChangedShard for
-        one that has changed, and OSError if all attempts fail.
+        A range carries the tag that its object had when it was indexed: a strong ETag, which the
+        object must still have, or a time, since which it must be unchanged. Raises
+        FileNotFoundError for a missing object, ChangedShard for one that has changed, and OSError
+        if all attempts fail.
         """
         parts: list[bytes] = []
         for data in self.start(ranges)[0]():

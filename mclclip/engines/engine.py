@@ -49,7 +49,7 @@ class Engine:
     precision       ``fp16`` scales the loss; the module itself does everything else
     clip_grad_norm  largest norm of the gradient (None: no clipping)
     micro_batch     samples per rank and forward; bigger batches are computed by gradient caching
-    ema_decay       keeps ``average``, a moving average in fp32 of this rank's part of each trained
+    ema_decay       keeps ``average``, a moving average of this rank's part of each trained
                     parameter: average <- decay * average + (1 - decay) * parameter (None: none)
     outside         parameters that the engine trains but does not wrap (``ranks.collectives``)
 
@@ -229,8 +229,8 @@ class Engine:
                 self.zero_grad()
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """The module's dictionary for ``batch``, without a gradient. Nothing changes, not even
-        random generators."""
+        """Returns the module's dictionary for ``batch``, without a gradient. Neither parameters,
+        buffers nor random generators change."""
         for part in self.outside:
             part.begin(batch.step)
         with torch.no_grad(), self._unchanged():
@@ -271,7 +271,7 @@ class Engine:
             assert self.micro_batch is not None
             parts = gradient_cache.backward(self, batch, self.micro_batch)
         else:
-            parts = self.wrapped(batch)
+            parts = self.wrapped(batch)  # `train.loop.ModelWithObjective.forward`
             self.backward(parts["loss"])
         norm = self.step()
         if self.outside and (not self.leaves_out or bool(torch.isfinite(norm))):

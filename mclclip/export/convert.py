@@ -151,9 +151,11 @@ def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[
 
 
 def _report(out: Path, proof: Certificate, first: bool) -> None:
-    """Logs the differences in one runtime, and warns of what a user has to know.
+    """Logs how far the features of the converted model in one runtime are from the original's, and
+    warns of what a user has to know.
 
-    Other tokens are reported with the ``first`` runtime only, since all share one tokenizer.
+    Texts that become other tokens are reported with the ``first`` runtime only, since all runtimes
+    share one tokenizer.
     """
     texts = proof.text_features
     log.info(

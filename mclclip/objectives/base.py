@@ -119,7 +119,7 @@ class ObjectiveInputs:
 
     model        `models.model.Model`; objectives read its ``feature_dim`` and ``has_logit_bias``
     seed         differs from stage to stage
-    betas, eps   those of the training's AdamW
+    betas, eps   ``train.betas`` and ``train.eps``, for objectives with an optimizer of their own
     classes      given if the objective reads clusters or an attribute
     shapes_only  True while `--plan` counts memory: initial values are not needed, and no file must
                  be read for them
@@ -381,7 +381,7 @@ def kinds() -> list[str]:
 
 @functools.cache
 def _plugins(path: tuple[str, ...]) -> EntryPoints:
-    """Returns the kinds of other packages; reads the metadata of all packages on ``sys.path``."""
+    """Returns the entry points of other packages' objectives, found on ``sys.path``."""
     return entry_points(group=ENTRY_POINTS)
 
 

@@ -289,7 +289,7 @@ class Contrast(Objective):
                 (between views), [b, D], unit length, of this rank; row i of both is one pair. All
                 ranks have the same b. Other ranks' features are gathered with their gradient.
                 `logit_scale`: a scalar, already exponentiated, if the temperature is the model's.
-            batch: `group_ids` [b, 1], the group of each sample at the step's prefix length;
+            batch: `group_ids` [b, 1], the group of each sample at this step (`BatchFields`);
                 `sample_id` [b]; repeated samples are never each other's negatives. The extras
                 `caption_digest` and `picture_digest` [b] if equal captions are not negatives.
 
@@ -298,7 +298,7 @@ class Contrast(Objective):
             ranks is the global loss, and averaging gradients over ranks, as DDP does, gives the
             global gradient. `rows_without_negatives`: number of samples of the global batch that
             have no negative, and therefore loss 0 and gradient 0. This and other counts are of the
-            first direction (images, or first views); the second one has the same negatives.
+            first direction: images, first views, or texts where they alone are queries.
             `equal_captions`, where digests are read: number of pairs of samples of a group with
             equal captions or pictures. `logit_scale`, and `temperature`, one over it.
 

@@ -247,8 +247,9 @@ class FeatureDropout(Objective):
         }
 
     def change(self, view: Tensor, number: int, sample_id: Tensor) -> Tensor:
-        """Returns the view, [b, C, H, W], as the adversary changes it at this step; ``number`` is 0
-        or 1. A pixel that is not changed keeps its bits."""
+        """Returns a view, [b, C, H, W], as the adversary changes it at this step. ``number`` is 0
+        for the first view and 1 for the second, and chooses the noise. Unchanged pixels keep their
+        bits."""
         mean, deviation = self.mean.to(view), self.deviation.to(view)
         pixels = (view * deviation + mean).clamp(0.0, 1.0)
         noise = self.adversary.noise(number, sample_id, view.shape[-2:]).to(view.dtype)

@@ -119,8 +119,8 @@ class InfoNCE(Contrast):
 class InfoNCEWithEdits(InfoNCE):
     """InfoNCE in which edited captions, h of each sample, are further negatives of images.
 
-    Let L be the loss of an image without them, s its own logit and S the log-sum-exp of the logits
-    of its edited captions. The loss is log(exp L + exp(S - s)); of an image without edited captions
+    Let L be the loss of an image without them, a its own logit and S the log-sum-exp of the logits
+    of its edited captions. The loss is log(exp L + exp(S - a)); of an image without edited captions
     it is L, bit for bit. An edited caption that a sample lacks has zeros for its feature, which no
     other feature has.
 

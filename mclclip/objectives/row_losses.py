@@ -88,7 +88,7 @@ class Pairs:
     def among_views(self, num_views: int, own_view: int) -> Pairs:
         """Returns the same rows among the columns of several views, [num_views * B]; the own pair
         is in the view ``own_view``."""
-        assert not self.digests  # these are of captions, which views do not read
+        assert not self.digests  # these are read with captions only
         classes = None if self.all_classes is None else self.all_classes.repeat(num_views)
         return replace(
             self,
@@ -140,10 +140,10 @@ class Pairs:
 def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Returns each row's InfoNCE loss, and which rows have no negative.
 
-    Row p loses -L_pp + log(exp(L_pp) + sum over its negatives q of exp(L_pq)).
+    Row p loses -a_pp + log(exp(a_pp) + sum over its negatives q of exp(a_pq)); a are the logits.
 
     Args:
-        queries: [b, D], already multiplied by the logit scale: L = queries @ keys.T.
+        queries: [b, D], already multiplied by the logit scale: a = queries @ keys.T.
         keys: [B, D], of the queries' dtype, float32 or float64.
         pairs: which columns count.
 
@@ -264,10 +264,11 @@ def _stream(
 def _pull(
     ctx: Any, tiles: Tiles, shares: Callable[[slice, slice], Tensor], queries: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of queries, the sum of shares @ keys over tiles, and of keys, the sum
-    of shares.T @ ``queries``; None if autograd does not ask for it.
+    """Pulls gradients back through the logits. Returns the sums over tiles of shares @ keys, for
+    the queries, and of shares.T @ ``queries``, for the keys; None if autograd does not ask for it.
 
-    ``shares(rows, columns)`` gives the gradient of a tile's logits, [r, c].
+    ``shares(rows, columns)`` gives the gradient of a tile's logits, [r, c], up to a factor per row
+    that ``queries``, or the caller, applies.
     """
     grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
     grad_keys = torch.zeros_like(tiles.keys) if ctx.needs_input_grad[1] else None

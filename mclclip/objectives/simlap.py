@@ -250,12 +250,11 @@ class SimLAP(Objective):
 
         Args:
             features: `image_features` and `image_features_1` [b, D] of this rank, the first and the
-                second view. `keys` and `keys_1` [b, D], a momentum copy's features of them: with
-                both, each view is compared with the copy's other one, without gradient through the
-                copy, as in MoCo v3. If `moco` v2 stands before it in a list, there are `keys` of
-                the second view alone, and only the first view's rows count. Without keys each view
-                is compared with the other. `logit_scale`: a scalar, if the temperature is the
-                model's.
+                second view. Without keys each view is compared with the other. With `keys` and
+                `keys_1` [b, D], a momentum copy's features of both views, each view is compared
+                with the copy's other one, as in MoCo v3. With `keys` alone, which the objective
+                `moco` v2 gives if it stands earlier in a list of objectives, only the first view's
+                rows count. `logit_scale`: a scalar, if the temperature is the model's.
             batch: `group_ids` [b, 1], the groups; `sample_id` [b]; copies of a repeated sample are
                 never each other's positives; `classes` [b, 1].
 

@@ -3,9 +3,9 @@
 Verbs exchange data only through files. Each writes one artifact: a directory whose
 ``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
 no verb reads it; ``in_progress.json`` says there which options and inputs the work was begun with.
-The manifest holds size and SHA-256 of every file. A verb compares the sizes when it opens an
-artifact, and ``mclclip doctor RUN`` compares the bytes. Only ``bad_samples.json`` and
-``shard_times.json`` may change after the manifest is written, which does not list them::
+The manifest holds size and SHA-256 of the files that others read. A verb compares the sizes when it
+opens an artifact, and ``mclclip doctor RUN`` compares the bytes. It does not list what may change
+later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list their own files::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
@@ -15,7 +15,8 @@ artifact, and ``mclclip doctor RUN`` compares the bytes. Only ``bad_samples.json
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
-                train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
+                train/          grouped_index/  checkpoints/step_00000400/  evaluations/
+                                metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
                 relocated/      00000.tar ...  locations.npy
@@ -27,8 +28,7 @@ artifact, and ``mclclip doctor RUN`` compares the bytes. Only ``bad_samples.json
                                    benchmark/
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
       controls/ungrouped/       stage_1/ ... exports/    the same layout again
-      controls/random_groups/
-                                outcomes/  verdict.json
+      controls/random_groups/   likewise
       results.jsonl             outcomes/  report.html
 """
 

@@ -28,7 +28,8 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 
-_PROFILE_ROWS = 30  # operators in the table of a profile
+_PROFILE_STATUS = Path("/proc/self/status")
+_ROWS = 30  # operators in the table of a profile
 # A warning follows this many skipped steps in a row. The fp16 loss scale starts at 65,536 and is
 # halved by every skipped step: after 16 it is 1, and no longer explains why gradients overflow.
 _MANY_SKIPPED = 16
@@ -135,11 +136,14 @@ class Meter:
 def peak_bytes(device: torch.device) -> int:
     """Returns the peak memory of this process in bytes, without waiting for the device.
 
-    On a GPU this is the most that torch has allocated there since the training began. On a CPU it
-    is the most main memory since the process began, without its loader workers.
+    On a GPU it is what torch has allocated there since the training began, otherwise the resident
+    main memory since the process began, without that of loader workers.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if _STATUS.exists():  # Linux, where getrusage counts the process that started this one too
+        line = next(s for s in _STATUS.read_text().splitlines() if s.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

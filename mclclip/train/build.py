@@ -50,7 +50,6 @@ from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
-from mclclip.util.options import protocol_of
 from mclclip.util.randomness import mix
 
 log = logging.getLogger("mclclip")
@@ -365,19 +364,13 @@ def _build_evaluation(
 
 
 def build_checkpoints(training: StageTraining, identity: str) -> Checkpoints:
-    """The checkpoints of a training, whose inputs and options have the digest ``identity``.
+    """Returns the checkpoints of a training, whose inputs and options have the digest ``identity``.
 
-    It is a part of the folder's name in the mirror, so that a training with other options or inputs
-    does not find these checkpoints. Raises ValueError for a mirror inside the run directory.
+    The digest is a part of the folder's name in the mirror, so that a training with other options
+    or inputs does not find these checkpoints there.
     """
     options, folder = training.options.checkpoint, training.directory / "checkpoints"
     if options.mirror is not None:
-        is_folder, run_dir = protocol_of(options.mirror) is None, training.layout.run_dir.resolve()
-        if is_folder and Path(options.mirror).expanduser().resolve().is_relative_to(run_dir):
-            raise ValueError(
-                f"checkpoint.mirror={options.mirror!r} lies in the run directory {run_dir}, with "
-                "which it would be lost: give a folder outside of it, on another disk"
-            )
         inside = folder.relative_to(training.layout.run_dir)
         mirror = f"{options.mirror.rstrip('/')}/{inside}/{identity[:12]}"
         options = replace(options, mirror=mirror)

@@ -93,8 +93,8 @@ class ModelWithObjective(nn.Module):
         return parts
 
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
-        """Returns a copy of the batch on ``device``, in the dtype of this precision. Views of uint8
-        (pixels from 0 to 255) are normalised as the model expects."""
+        """Returns a copy of the batch on ``device``. Views of uint8 (pixels from 0 to 255) are
+        normalized as the model expects. Under ``float64`` all its numbers become float64."""
         if self._normalization is None:
             mean, deviation = self.model.normalization
             self._normalization = mean.to(device), deviation.to(device)
@@ -202,7 +202,10 @@ class Trainer:
     module             model and objective, which the engine runs
     batches            this rank's batches of these steps, in order
     learning_rate      step -> learning rate
+    checkpoints        saves and finds the states of steps
+    recorder           writes rows of metrics; its ``start`` and ``total`` are the steps
     symptoms           warns of known failures
+    boundary           agrees with the other ranks, between steps, to leave or to save
     seed_words         integers that seed dropout, together with the step and the rank
     checkpoint_every   steps between checkpoints
     profiler           traces the steps that the options name
@@ -257,7 +260,7 @@ class Trainer:
                 continue  # so that the loader ends its workers
             decision = self.boundary.decide()  # all ranks decide the same
             if decision.leave is not None or decision.save:
-                self._save()
+                self._save(self.done)
             if decision.leave is not None:
                 self.checkpoints.wait(mirror_s=MIRROR_S)
                 self.recorder.end_epoch(self.done, leaving=True)
@@ -279,11 +282,12 @@ class Trainer:
             parts = self.engine.update(batch, lr)  # forward, backward, optimizer
             parts |= self.symptoms.figures(step + 1, parts)
             objective.stepped(self.module.model)  # momentum copies follow the weights
-        self.done = step + 1
-        self.symptoms.warn_of(self.recorder.take(self.done, parts, lr))
-        if self.done % self.checkpoint_every == 0 or self.done == self.recorder.total:
-            self._save()
-        self.recorder.end_epoch(self.done)
+        done = step + 1
+        self.symptoms.warn_of(self.recorder.take(done, parts, lr))
+        if done % self.checkpoint_every == 0 or done == self.recorder.total:
+            self._save(done)
+        self.recorder.end_epoch(done)
+        self.done = done
 
     # ---------------------------------------------------------------------------------------------
 
@@ -293,7 +297,7 @@ class Trainer:
         done = self.done
         if self.evaluation is None or not self.evaluation.is_due(done):
             return False
-        self._save()
+        self._save(self.done)
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
         figures = self.evaluation.measure(done)
@@ -306,13 +310,13 @@ class Trainer:
             )  # fmt: skip
         return self.evaluation.patience_is_over
 
-    def _save(self) -> None:
-        """Saves the present state, unless it is saved already."""
+    def _save(self, done: int) -> None:
+        """Saves the state after ``done`` steps, unless it is saved already."""
         try:
-            self.checkpoints.save(self.done, self.evaluation or self.engine)
+            self.checkpoints.save(done, self.evaluation or self.engine)
         except NotFinite:
             # Raises the first bad step since the last row of metrics, if there is one.
-            self.recorder.raise_if_diverged(self.done)
+            self.recorder.raise_if_diverged(done)
             raise
 
     @contextlib.contextmanager
@@ -340,6 +344,6 @@ class Trainer:
                 "--force to move this training aside and make it again"
             ) from error
         except RuntimeError as error:
-            if (lost := failures.as_lost(error, f"after step {self.done}")) is error:
+            if (lost := failures.as_lost(error, f"in step {self.done + 1}")) is error:
                 raise
             raise lost from error

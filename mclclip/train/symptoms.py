@@ -217,8 +217,8 @@ class Symptoms:
         """Before the first step, measures the base's loss in evaluation mode on the step's batch,
         if batch norms or dropout make the model compute something else in training.
 
-        Skipped for a batch of one group: there batch norms remove from the features what all
-        samples of the group share, which a stage of MCL wants.
+        Skipped where batches are drawn by pseudo labels: there batch norms remove from the features
+        what the samples of a group share, which a stage of MCL wants.
         """
         differs = any(map(_has_two_modes, self.module.model.modules()))
         if batch.step == 0 and batch.prefix_length == 0 and differs:

@@ -289,7 +289,8 @@ class Race:
     # --- comparing ---
 
     def _compare(self, steps: int) -> None:
-        """Compares all remedies: writes race.csv and race.html, and prints the comparison."""
+        """Compares the trainings of all remedies, each of ``steps`` steps: writes race.csv and
+        race.html, and prints the comparison."""
         folder, seeds = Path(self.base.run_dir), self.all_seeds
         base = Entrant(BASE, "stage_0", [Path(self.base_of(seed).run_dir) for seed in seeds])
         entrants = [self._entrant(remedy, steps) for remedy in self.remedies]

@@ -431,7 +431,8 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
 
 
 def _main(figures: Figures) -> list[str]:
-    """Returns the main metrics of every benchmark: its headlines, or all if it has none."""
+    """Returns the main metrics of every benchmark: those with the level 'headline' in their
+    protocol, or all if none has it."""
     of: dict[str, list[str]] = {}
     for name, row in figures.items():
         of.setdefault(row.benchmark, []).append(name)

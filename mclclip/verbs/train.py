@@ -61,8 +61,9 @@ def run(
     are controls: they take as many steps as MCL's training of the stage, and draw captions and
     augmentations from the same keys (seed, stage, epoch, sample).
     ``evaluate`` measures checkpoints where ``evaluate.every`` asks for it.
-    Raises ValueError if options and data do not fit, and RuntimeError for a control if MCL's
-    training is not there yet; both before anything is written.
+    Raises ValueError if options and data do not fit, and RuntimeError for a control that cannot
+    know its number of steps yet, since MCL's samples are not grouped; both before anything is
+    written.
     """
     layout = RunPaths.of(config, variant)
     options = _options(config, layout, stage)
@@ -70,6 +71,7 @@ def run(
     training = StageTraining(config, options, context, layout, stage, index, evaluate)
     rules.check(config, num_ranks=context.world_size, training=training.name)
     step = collectives.on_main(lambda: _step_of(training))
+    # Skips a finished training; otherwise calls `Training.make` on all ranks.
     make_artifact(step, training.directory, training, force)
     collectives.on_main(lambda: keep_finished(training.directory, options.checkpoint.keep_every))
     return training.directory
@@ -78,6 +80,8 @@ def run(
 @dataclass(frozen=True)
 class Training(Step[StageTraining]):
     """The checkpoint after the last step: weights, optimizer, objective.
+
+    These fields are the identity of the artifact; `StageTraining` is what it is made with.
 
     data    {"pixels": ...}, how images become pixels; empty if no images are read
     steps   of a control: those of MCL's training, unless ``train.steps`` is set; else None

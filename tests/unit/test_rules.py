@@ -112,6 +112,8 @@ CASES = [
     case("eval.encoders", "eval.encoders=[stage_9]", then="eval.encoders=[stage_1]"),
     case("eval.suite.x.options.feature", PROBE, then="export.concat=[]"),
     case("eval.suite.x", f"{ALONE} | {VIEWS} | {PAIRS}", then="eval.suite.x=null"),
+    case("train.checkpoint.mirror", "run_dir=runs/a | train.checkpoint.mirror=runs/b/../a/mirror",
+         then="train.checkpoint.mirror=runs/b"),
     case("train.evaluate.every", EVERY, then=PAIRS),
     case("train.evaluate.suite", f"{EVERY} | {PAIRS} | train.evaluate.suite=[y]",
          then="train.evaluate.suite=[x]"),
