@@ -89,13 +89,11 @@ def evaluate(
     """Accuracy in percent of every attribute, as a metric of its name, and their ``mean``.
 
     Classifiers are trained on the shards ``root/train`` and measured on ``root/test``.
-
-    attributes        the names of the attributes, fields of the samples' .json
-    probe             'linear', or 'knn', the majority of the ``k`` nearest train images
-    strength          the L2 strength of 'linear'; None: chosen on ``validation_share`` of train
-    seed              draws the images to validate on
-    max_iterations    limits the solver of 'linear'
-    max_train         only the first so many train images are used; None: all
+    ``attributes`` are the names of the attributes, fields of the samples' .json. ``probe`` is
+    'linear', or 'knn', the majority of the ``k`` nearest train images. ``strength`` is the L2
+    strength of 'linear'; None: it is chosen on ``validation_share`` of the train images, which
+    ``seed`` draws. ``max_iterations`` limits the solver of 'linear'. With ``max_train`` only the
+    first so many train images are used; None: all.
 
     Figures do not depend on the number of ranks. Raises the errors of ``read_split`` and
     ``encode``.

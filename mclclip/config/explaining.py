@@ -93,16 +93,21 @@ def _description(owner: Any, name: str) -> str | None:
 def _of_benchmarks(prefix: str) -> Iterator[Option]:
     """Yields the options of every kind of benchmark, which are arguments of its evaluator.
 
-    Their text is the sentences that mention them in the evaluator's docstring.
+    Their text is their row in a table of the evaluator's docstring ("NAME   text", continued on
+    indented lines), or else the sentences that mention ``NAME``.
     """
     for kind in protocols.KINDS:
         evaluator = protocols.evaluator(kind)
-        sentences = re.split(r"(?<=[.;])\s+", inspect.getdoc(evaluator.evaluate) or "")
+        text = inspect.getdoc(evaluator.evaluate) or ""
+        sentences = re.split(r"(?<=[.;])\s+", text)
         schemas = evaluator.options.model_json_schema()
         for name, item in evaluator.options.model_fields.items():
-            about = [each for each in sentences if f"``{name}``" in each]
+            about = re.findall(rf"^{name}  +(.*(?:\n   +.*)*)", text, re.M)
+            about = about or [each for each in sentences if f"``{name}``" in each]
             words = _words(schemas["properties"][name], schemas)
-            yield Option(prefix + name, kind, words, _default(item), " ".join(about))
+            yield Option(
+                prefix + name, kind, words, _default(item), " ".join(" ".join(about).split())
+            )
 
 
 def _begins(option: str, key: str, whole: bool = False) -> bool:

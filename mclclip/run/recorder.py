@@ -28,8 +28,8 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 
-_PROFILE_STATUS = Path("/proc/self/status")
-_ROWS = 30  # operators in the table of a profile
+_STATUS = Path("/proc/self/status")
+_PROFILE_ROWS = 30  # operators in the table of a profile
 # A warning follows this many skipped steps in a row. The fp16 loss scale starts at 65,536 and is
 # halved by every skipped step: after 16 it is 1, and no longer explains why gradients overflow.
 _MANY_SKIPPED = 16

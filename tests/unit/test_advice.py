@@ -52,14 +52,14 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 def advised() -> set[tuple[str, str]]:
     """All ``key.path=value`` in strings of the package, but for ``key.path=value`` itself, and for
-    values that are lists of mappings, of which ``ADVICE`` sees the beginning alone."""
+    values that are mappings or lists of them, of which ``ADVICE`` sees only the beginning."""
     files = [*(ROOT / "mclclip").rglob("*.py"), *(ROOT / "eval").glob("*.py")]
     found = {
         (key, value.rstrip(".") or UNKNOWN)
         for file in files
         for text in texts(ast.parse(file.read_text(encoding="utf-8")))
         for key, value in ADVICE.findall(text)
-        if not value.startswith("[{")
+        if not value.startswith(("[{", "{"))
     }
     return found - {("key.path", "value")}
 

@@ -248,8 +248,8 @@ def test_every_option_of_a_configuration_is_explained() -> None:
     assert {("train.objective.threshold", "mlcd"), ("eval.suite.NAME.options.k", "knn")} <= keys
     lacking = [(option.key, option.kind) for option in EVERY if len(option.text.split()) < 2]
     assert not lacking, (
-        "an option's text is the docstring below it; that of a benchmark's is each sentence with "
-        "``NAME`` in the docstring of evaluate in eval/protocols/KIND.py"
+        "an option's text is the docstring below it; that of a benchmark's is its row, or each "
+        "sentence with ``NAME``, in the docstring of evaluate in eval/protocols/KIND.py"
     )
     assert not [option for option in EVERY if not option.type or "value" in option.type.split()]
 

@@ -108,7 +108,7 @@ def touch() -> tuple[int, int]:
 
 def test_the_peak_of_main_memory_is_what_was_in_use_at_once() -> None:
     before, after = memory.in_fresh_process(touch)
-    assert before < 2**30 < after <= before + 2**30
+    assert before < 2**30 < after < before + 2**30 + 2**26
 
 
 def test_on_a_gpu_the_allocator_is_asked_about_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
