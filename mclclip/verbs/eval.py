@@ -22,7 +22,6 @@ from mclclip.data.options import PlanConfig
 from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
-from mclclip.eval.items import STRUCK
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.models import transformers_folder
@@ -30,14 +29,14 @@ from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import MANIFEST, RunPaths, find_run_dir, is_finished
+from mclclip.run.artifacts import MANIFEST, RunPaths, find_run_dir, is_finished, parse_manifest
 from mclclip.run.opened import Run
 from mclclip.util.files import digest_file, digest_json
 from mclclip.util.options import first_problem, prefix_errors, refuse_url
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
-
+_TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".token")
 SUITES = Path(results.__file__).resolve().parent / "suites"
 
 
@@ -305,14 +304,30 @@ def _some_of(
 def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
     """Returns a digest of everything that a row depends on; a row with this digest is up to date.
 
-    Of minimal pairs, whose folder may change in place, it includes the manifest and the list of
-    items that a person has struck out.
+    Of the data, which may change in place, it covers what a verb has recorded in the folder or
+    above it, the tables and texts in the folder, and the names and sizes of its other files, but
+    not what lies in folders below it.
     """
-    parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
-    if benchmark.options.get("layout") == "pairs":
-        changing = [Path(benchmark.path) / name for name in (MANIFEST, STRUCK)]
-        parts += [digest_file(path) if path.is_file() else "" for path in changing]
+    parts: list[Any] = [benchmark.kind, benchmark.path, dict(benchmark.options), precision]
+    parts.append(identity)
+    folder = Path(benchmark.path)
+    parts += [_recorded(each / MANIFEST) for each in (folder, folder.parent)]
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_file() and path.name != MANIFEST:
+            is_text = path.suffix in _TEXTS
+            parts.append([path.name, digest_file(path) if is_text else path.stat().st_size])
     return digest_json(parts)[:16]
+
+
+def _recorded(path: Path) -> Any:
+    """Returns the options and inputs that a manifest records; of another file its digest."""
+    if not path.is_file():
+        return None
+    try:
+        manifest = parse_manifest(path)
+    except ValueError:  # somebody else's manifest.json
+        return digest_file(path)
+    return [manifest.config, manifest.inputs]
 
 
 def identity_of(model: str | Path, pretrained: str | None = None) -> str:

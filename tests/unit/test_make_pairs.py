@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mclclip.config import from_tree
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
 from mclclip.eval.items import read_items
-from mclclip.eval.protocols import compositional
+from mclclip.eval.protocols import BenchmarkConfig, compositional
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, Artifact
 from mclclip.util.caption_rules import RULES
@@ -96,6 +97,32 @@ def test_equal_seeds_give_equal_items_and_a_rule_has_so_many(made: Path, tmp_pat
 def make_pairs_folder(source: Path, out: Path, **options: Any) -> Path:
     make_pairs.run(source, out, captions="json:captions", **options)
     return out
+
+
+def test_figures_of_data_that_changed_in_place_are_measured_again(
+    made: Path, tmp_path: Path
+) -> None:
+    """A table of the same size, shards of another size, and what a verb packed anew."""
+    data = BenchmarkConfig("retrieval", str(tmp_path / "data"), {"captions": "captions.csv"})
+
+    def digest() -> str:
+        return evaluation_digest(data, "a model", "fp32")
+
+    digests = [digest()]  # of no folder
+    (tmp_path / "data" / "images").mkdir(parents=True)
+    for name, text in (("captions.csv", "a,b"), ("captions.csv", "b,a"), ("0.tar", "x"),
+                       ("0.tar", "xy"), ("manifest.json", "{}")):  # fmt: skip
+        (tmp_path / "data" / name).write_text(text)
+        digests.append(digest())
+    assert len({*digests}) == len(digests)
+    assert digest() == digests[-1]
+    shutil.copy(made / "manifest.json", tmp_path / "data")
+    packed = digest()
+    assert packed not in digests
+    manifest = json.loads((made / "manifest.json").read_text())
+    for changes, again in (({"finished": "later"}, packed), ({"inputs": {"table": "new"}}, None)):
+        (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | changes))
+        assert (digest() == packed) == (again == packed)
 
 
 def test_struck_items_are_left_out_and_counted(made: Path, tmp_path: Path) -> None:
