@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mclclip.checkpoint import step_files
-from mclclip.checkpoint.mirror import Mirror
+from mclclip.checkpoint.mirror import Mirror, check_url
 from mclclip.checkpoint.step_files import (
     METADATA,
     Identity,
@@ -78,10 +78,15 @@ class CheckpointConfig:
     """Continue training while a copy of the state in main memory is written to disk."""
     mirror: str | None = None
     """A folder that gets a copy of every checkpoint: the path of another disk, or a url of an
-    object store, such as ``s3://bucket/run`` (``gs://`` and ``az://`` too)."""
+    object store, such as ``s3://bucket/run`` (``gs://`` and ``az://`` too). A training without
+    checkpoints of its own, also one that ``--force`` moved aside, goes on from its copies there."""
     on_error: Literal["stop", "continue"] = "stop"
     """If a checkpoint cannot be written, such as on a full disk: stop the run, or continue training
     and try again at the next checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.mirror is not None:
+            check_url(self.mirror)
 
 
 class Stateful(Protocol):
@@ -106,7 +111,7 @@ class Checkpoints:
     saved               the last step that this process knows to be on disk
 
     If a step cannot be written, earlier steps stay and the unfinished files are removed. A thread
-    copies steps to the mirror. Raises ValueError for a mirror that `Mirror` refuses.
+    copies steps to the mirror.
     """
 
     def __init__(

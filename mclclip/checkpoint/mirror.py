@@ -26,6 +26,20 @@ _RETRIES, _TIMEOUT_S = 6, 60.0  # of one request to the store
 BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # bytes of one request, and parallel requests for one file
 
 
+def check_url(url: str) -> None:
+    """Raises ValueError for a mirror that is empty, of an unknown protocol, or holds a secret."""
+    if not url or protocol_of(url) not in _PROTOCOLS:
+        raise ValueError(
+            f"mirror={files.printable(url)!r} cannot be used: give a folder by its path, or a url "
+            "of s3://, gs:// or az://"
+        )
+    if protocol_of(url) is not None and ("?" in url or "@" in url):
+        raise ValueError(
+            f"mirror={files.printable(url.rpartition('@')[2])!r} holds a query or a password: "
+            "leave it out, and put it into the environment, since warnings show this url"
+        )
+
+
 class Mirror:
     """Copies the checkpoints in ``directory`` to ``url``, a folder or an object store, in a
     background thread.
@@ -38,21 +52,9 @@ class Mirror:
     keep, keep_every  which steps the mirror keeps, as in `CheckpointConfig`
     failures          number of failed rounds and steps
     copying           step that is being copied: it must not be removed
-
-    Raises ValueError for a url of an unknown protocol, and for one that holds a secret.
     """
 
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
-        if protocol_of(url) not in _PROTOCOLS:
-            raise ValueError(
-                f"mirror={files.printable(url)!r} cannot be used: give a folder by its path, or a "
-                "url of s3://, gs:// or az://"
-            )
-        if protocol_of(url) is not None and ("?" in url or "@" in url):
-            raise ValueError(
-                f"mirror={files.printable(url.rpartition('@')[2])!r} holds a query or a password: "
-                "leave it out, and put it into the environment, since warnings show this url"
-            )
         self.url, self.directory = url.rstrip("/"), Path(directory)
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0
@@ -106,7 +108,7 @@ class Mirror:
             raise RuntimeError(
                 f"the mirror {self.url} cannot be read ({type(error).__name__}: "
                 f"{reason_of(error)}), and {self.directory} holds no checkpoint: look after the "
-                "mirror and run the same command again, or train without train.checkpoint.mirror"
+                "mirror and run the same command again, or train without checkpoint.mirror"
             ) from None
 
     def _open(self) -> Any:

@@ -284,8 +284,6 @@ def _mirror(at: Subject) -> object:
     mirror, run_dir = at.options.checkpoint.mirror, Path(at.config.run_dir).resolve()
     if mirror is None or protocol_of(mirror) is not None:
         return None
-    if not mirror:
-        return f"{at.training}.checkpoint.mirror is empty: give a folder or a url, or null for none"
     return Path(mirror).expanduser().resolve().is_relative_to(run_dir) and (
         f"{at.training}.checkpoint.mirror={mirror!r} lies in the run directory {run_dir}, with "
         "which it would be lost: give a folder outside of it, on another disk"

@@ -50,7 +50,7 @@ def findings(directory: Path) -> Iterator[Finding]:
                 yield from _compare(path, place, again, pool)
             elif path.parent.exists() and not (path.parent / INTENT).exists():
                 what = f"holds files but no {path.name}, so they cannot be compared"
-                yield doctor.finding(place, what, again)
+                yield doctor.finding(place, what, f"move it away, and {again}")
 
 
 def _listings(directory: Path) -> Iterator[Path]:
