@@ -208,7 +208,7 @@ def read_inputs(training: StageTraining) -> TrainingInputs:
 
     extras = collectives.raise_on_every_rank(training.read_extras)
     classes, locations, image_rows = collectives.on_main(check)
-    collectives.raise_on_every_rank(lambda: locations.table)
+    collectives.raise_on_every_rank(lambda: locations.table)  # maps it, in every process
     return TrainingInputs(classes, locations, extras, image_rows)
 
 

@@ -70,6 +70,9 @@ def run(
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     training = StageTraining(config, options, context, layout, stage, index, evaluate)
     rules.check(config, num_ranks=context.world_size, training=training.name)
+    # Raises if all samples lack what the objective reads, before the verb that could make other
+    # inputs is named: no verb makes captions.
+    collectives.on_main(lambda: training.left_out)
     step = collectives.on_main(lambda: _step_of(training))
     # Skips a finished training; otherwise calls `Training.make` on all ranks.
     make_artifact(step, training.directory, training, force)
@@ -99,8 +102,6 @@ class Training(Step[StageTraining]):
 
     def reads(self, training: StageTraining) -> dict[str, str]:
         """Returns the digests of the artifacts and files that the training depends on."""
-        # Raises first if all samples lack captions: no other verb could make them.
-        training.left_out  # noqa: B018
         reads, layout = training.options.objective.reads, training.layout
         digests = {"index": training.index.digest}
         if reads.attribute is not None and training.classes is not None:
