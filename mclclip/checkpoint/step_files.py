@@ -255,7 +255,7 @@ def read_metadata(path: Path) -> Metadata:
     try:
         return FileSystemReader(str(path)).read_metadata()
     except (Exception, CheckpointException) as error:  # every kind of error means damage
-        raise read_error(path, error) from error
+        raise make_read_error(path, error) from error
 
 
 def read(path: Path, state: State, *, alone: bool) -> None:
@@ -267,7 +267,7 @@ def read(path: Path, state: State, *, alone: bool) -> None:
     try:
         state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
     except (Exception, CheckpointException) as error:
-        raise read_error(path, error) from error
+        raise make_read_error(path, error) from error
 
 
 def check_fit(path: Path, state: State) -> None:
@@ -307,7 +307,7 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
     try:
         read_entries(path, step)
     except Damaged as error:
-        raise read_error(path, error) from error
+        raise make_read_error(path, error) from error
     stored = read_metadata(path).state_dict_metadata
     state = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
@@ -370,7 +370,7 @@ def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]
 # --- errors ------------------------------------------------------------------------------------
 
 
-def read_error(path: Path, error: BaseException) -> RuntimeError:
+def make_read_error(path: Path, error: BaseException) -> RuntimeError:
     """Returns the error to raise if ``error`` came while the step at ``path`` was read."""
     return RuntimeError(
         f"the checkpoint {path} cannot be read ({describe_error(error)}): remove that directory to "

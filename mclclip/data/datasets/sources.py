@@ -109,7 +109,7 @@ def file_sample(
 
     The file is stored unchanged if it is of a format that shards hold. Otherwise, or with a
     ``size``, it becomes a PNG, whose shorter side has ``size`` pixels. Raises ValueError if it has
-    to be decoded and cannot be.
+    to be decoded and cannot be, or would have more than MAX_IMAGE_PIXELS pixels.
     """
     data, suffix = path.read_bytes(), suffix_of(path)
     if size is None and suffix in IMAGE_EXTENSIONS and image_extension(data) is not None:
@@ -118,6 +118,11 @@ def file_sample(
     if size is not None:
         scale = size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
+        if width * height > MAX_IMAGE_PIXELS:
+            raise ValueError(
+                f"{path} would have {width:,} x {height:,} pixels at size {size}: lower the size, "
+                "or take the file out"
+            )
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _sample(number, _png(image), "png", attributes)
 

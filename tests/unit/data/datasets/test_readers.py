@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from mclclip.data.datasets import sources
 from mclclip.data.datasets.cifar10 import CLASSES, read_cifar10
 from mclclip.data.datasets.cifar_mnist import read_mnist
 from mclclip.data.datasets.folder import class_folders
@@ -144,3 +146,10 @@ def test_class_folders(tmp_path: Path) -> None:
         class_folders(tmp_path)
     with pytest.raises(ValueError, match="holds no folder: wanted one per class"):
         class_folders(tmp_path / "empty")
+
+
+def test_a_narrow_picture_is_not_blown_up(tmp_path: Path) -> None:
+    """With the shorter side at 224 pixels it would have 1.4 billion."""
+    Image.new("RGB", (1, 30_000)).save(tmp_path / "narrow.png")
+    with pytest.raises(ValueError, match=r"narrow\.png .*size 224"):
+        sources.file_sample(0, tmp_path / "narrow.png", {}, size=224)
