@@ -46,6 +46,8 @@ def run(
     collectives.on_main(lambda: check(config, context))
     with _recorded(config, context):
         inputs.check_samples(config, index.run(config, context, force=force))
+        for teacher in config.teachers:
+            embed.run(config, context, encoder=teacher, force=force)
         _stage(config, context, 0, "mcl", force)
         for variant in ["mcl", *config.controls] if only is None else [only]:
             if variant != "mcl":
@@ -84,6 +86,8 @@ def prepare(
             inputs.check_samples(reader, samples)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+    for teacher in sorted({name for reader in readers.values() for name in reader.teachers}):
+        embed.run(config, context, encoder=teacher, readers=[*readers.values()], force=force)
     _stage(config, context, 0, "mcl", force)
     embed.run(config, context, stage=0, readers=[*readers.values()], force=force)
     cluster.run(config, context, stage=0, force=force)

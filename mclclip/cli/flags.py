@@ -364,8 +364,12 @@ def _add_checks(verbs: Any) -> None:
 def _add_stages(verbs: Any) -> None:
     """Adds the verbs of a stage, from shards to exported models."""
     _add(verbs, "index", _REMAKE)
-    add = _add(verbs, "embed", _REMAKE).add_argument
-    add("--stage", type=_COUNT, required=True, help=_STAGE)
+    verb = _add(verbs, "embed", _REMAKE)
+    add = verb.add_mutually_exclusive_group(required=True).add_argument
+    add("--stage", type=_COUNT, default=0, help=_STAGE)
+    teacher = "a teacher of the objective distill: NAME@TAG, or a folder with an encoder"
+    add("--encoder", metavar="ENCODER", help=teacher)
+    add = verb.add_argument
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "

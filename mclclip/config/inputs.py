@@ -35,7 +35,8 @@ def check(config: Config) -> None:
     suite, trained = config.eval.suite, config.trained_model
     with_text = [name for name, each in suite.items() if evaluator(each.kind).reads_text]
     _check_tokenizers(config, reads_text=bool(with_text))
-    if with_text and trained is not None and trained.pretrained is None:
+    trains_text = config.train.objective.reads.captions
+    if with_text and trained is not None and trained.pretrained is None and not trains_text:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",

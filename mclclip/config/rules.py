@@ -226,6 +226,18 @@ def _width(model: ModelConfig) -> int:
     return load_shapes(model.name, text=False).embed_dim
 
 
+def _teachers(at: Subject) -> object:
+    """Refuses teachers that are no encoders, and those without texts where texts are read."""
+    from mclclip.models.encoder import check_encoder  # seconds, for torch
+
+    reads = at.options.objective.reads
+    for name in reads.teachers:
+        text = (name, "text_features") in reads.encoders
+        if line := _refusal(partial(check_encoder, name, text=text)):
+            return f"{at.training}.objective.teacher={name}: {line}"
+    return None
+
+
 def _centroids(at: Subject) -> object:
     """Refuses centroids as class centers of features of another width."""
     clustered, trained = at.config.model, at.config.trained_model
@@ -312,7 +324,7 @@ _ROWS = "image_rows.enabled=true"
 _WHOLE_TOWER = (
     "train.lock.image_blocks=0", "train.lock.image_norm=false", "train.lock.image_projection=false",
 )  # fmt: skip
-_READS_STAGE_0 = "train.objective.reads.base"
+_NEAR_START = "train.objective.reads.near_start=true"
 _HOLDS = "the objective holds the model near stage 0, and"
 
 RULES: tuple[Rule, ...] = (
@@ -323,15 +335,17 @@ RULES: tuple[Rule, ...] = (
     excludes("train.start=random", "export.soup=true", "num_stages>0",
              because="every stage has weights of its own, and a soup averages models of one base "
              "only: set export.soup=false"),
-    excludes("trained_model", "train.objective.reads.num_classes_per_sample=0",
-             because="with this objective every stage starts from the base model, and with others, "
-             "such as mlcd or simlap, from an encoder of its own: leave trained_model out"),
+    excludes("trained_model", "train.lock.text=false", "train.cached_text=true",
+             "train.objective.reads.captions=true",
+             because="text embeddings are stored of another text tower than it has: set "
+             "train.cached_text=false, or train.lock.text=true"),
     Rule("trained_model", _architectures, "run"),
     # --- what objectives read
     excludes("base.objective.reads.clusters>0",
              because="it needs the clusters of a stage before: set it in train.objective"),
-    excludes("base.objective.reads.base",
-             because="it reads what stage 0 has, which it makes: set it in train.objective"),
+    excludes("base.objective.reads.needs_stage_0=true",
+             because="it reads what stage 0 has, which it makes: set it in train.objective, or "
+             "name a teacher"),
     Rule("TRAINING.objective.labels_per_sample", lambda at: (
         (number := at.options.objective.reads.clusters) > at.config.cluster.labels_per_sample
         and f"{at.training}.objective.labels_per_sample={number} is more than "
@@ -366,17 +380,23 @@ RULES: tuple[Rule, ...] = (
              because="it draws other texts in every epoch, and text embeddings are stored once: "
              "set train.cached_text=false, which runs the text tower, or leave train.sentences "
              "out"),
-    # --- objectives that hold the model near stage 0
-    excludes(_READS_STAGE_0, "train.start!=base",
+    # --- objectives that read other encoders
+    excludes(_NEAR_START, "train.start!=base",
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
-    excludes(_READS_STAGE_0, "model.projector",
+    excludes(_NEAR_START, "trained_model",
+             because=f"{_HOLDS} stages then start from another encoder: take kind=distill"),
+    excludes(_NEAR_START, "model.projector",
              because=f"{_HOLDS} it stands between the encoder and the objective: leave it out"),
-    excludes(f"{_READS_STAGE_0}=image_features", "embed.feature=pooled",
-             because=f"{_HOLDS} these features are not those of training: set embed.feature="
-             "projected, or exact: true in the objective"),
-    excludes(f"{_READS_STAGE_0}=text_features", "train.sentences",
-             because=f"{_HOLDS} whole captions are stored, of which it trains on parts: leave it "
-             "out, or set exact: true in the objective"),
+    excludes("train.objective.reads.of_stage_0=image_features", "embed.feature=pooled",
+             because="the objective reads stored features of stage 0, and these are not those of "
+             "training: set embed.feature=projected, or exact: true in the objective"),
+    excludes("TRAINING.objective.reads.of_encoders=text_features", "TRAINING.sentences",
+             because="features of whole captions are stored, of which it trains on parts: leave it "
+             "out"),
+    excludes("train.objective.reads.of_encoders=model", _ROWS,
+             because="the teacher sees crops, in whose place are rows: leave exact out of the "
+             "objective"),
+    Rule("TRAINING.objective.teacher", _teachers, "run"),
     # --- the image tower
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from mclclip.models import clip, transformers_folder, weights
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
-from mclclip.models.loading import common_config, load_towers, refuse_without_weights
+from mclclip.models.loading import (
+    check_tokenizer,
+    common_config,
+    has_texts,
+    load_towers,
+    model_config,
+    refuse_without_weights,
+)
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.util import files
@@ -94,6 +101,18 @@ class Encoder(nn.Module):
     def device(self) -> torch.device:
         """The device on which the models lie."""
         return next(self.parameters()).device
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Shape of an image that `preprocess_val` makes: C, H, W."""
+        shape: tuple[int, int, int] = self.stages[0].image_shape
+        return shape
+
+    @property
+    def normalization(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of pixels, as `Model.normalization`."""
+        both: tuple[Tensor, Tensor] = self.stages[0].normalization
+        return both
 
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
@@ -402,6 +421,21 @@ def load_model(
         refuse_without_weights(name)
     is_random = pretrained == RANDOM and clip.is_without_weights(name)
     return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
+
+
+def check_encoder(name: str, *, text: bool) -> None:
+    """Raises ValueError or FileNotFoundError for an encoder that `load_model` does not load, and
+    for one without a text tower if it is to read texts (``text``). No weights are read."""
+    where, pretrained = split_name(name)
+    path = Path(str(where).removeprefix("local-dir:"))
+    if not (path / weights.CONCAT).is_file():
+        if pretrained is None:
+            refuse_without_weights(where)
+        model_config(where, None if pretrained == RANDOM else pretrained)
+        if text:
+            check_tokenizer(where)
+    if text and not has_texts(where):
+        raise ValueError("it has no text tower: set between=images, or take another teacher")
 
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,12 +22,13 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
+from mclclip.models.encoder import split_name
 from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import Objective, ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -70,10 +73,13 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = options.objective.build(inputs).to(_META)
     with faked(model, gpu_autocast=gpu and half):
-        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
+        cached_text = name == "train" and options.reads_text_embeddings
+        batch = _batch(model, options, local, cached_text, inputs)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        objective = options.objective.build(replace(inputs, model=model, context=SINGLE))
+        teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
+        inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
+        objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         sizes = _sizes(model, options)
@@ -132,14 +138,30 @@ def _objective_inputs(
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
+    shapes = {
+        encoder: _load(config.model) if encoder is None else load_shapes(split_name(encoder)[0])
+        for encoder, _ in options.objective.reads.encoders
+    }
     return ObjectiveInputs(
         model=model,
         context=Context(0, machine.ranks, device=_META),
         seed=0,
         precision=options.precision,
         classes=cast(Any, SimpleNamespace(num_classes=num_classes)),
+        teacher=partial(_teacher, shapes),
         shapes_only=True,
     )
+
+
+def _teacher(shapes: Mapping[str | None, Model], name: str | None, fake: bool = False) -> Teacher:
+    """Returns an encoder that an objective reads, without values: ``shapes`` has it."""
+    model = shapes[name]
+
+    def load() -> Model:
+        copied = copy.deepcopy(model)
+        return copied.to_empty(device="cpu") if fake else copied
+
+    return Teacher(model.embed_dim, 1.0 if model.reads_texts else None, load)
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
@@ -167,7 +189,9 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 # --- the training ------------------------------------------------------------------------------
 
 
-def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
+def _batch(
+    model: Model, options: TrainConfig, local: int, cached_text: bool, inputs: ObjectiveInputs
+) -> Batch:
     """Builds a rank's batch of ``local`` samples without values.
 
     ``cached_text``: it has stored text features in the place of tokens.
@@ -181,7 +205,9 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
+    assert inputs.teacher is not None
+    widths = {name: inputs.teacher(encoder).width for name, (encoder, _) in reads.stored.items()}
+    extras = {name: values(width) for name, width in widths.items()}
     if reads.digests:
         extras |= {name: ids() for name in DIGESTS}
     if reads.edits and cached_text:

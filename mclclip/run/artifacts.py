@@ -23,6 +23,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
                 train/          grouped_index/  checkpoints/  metrics.jsonl
                 export/  embeddings/  clusters/
       ...
+      teachers/ViT-L-14@openai/  export/  embeddings/  text_embeddings/
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
       blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
                                    benchmark/
@@ -35,6 +36,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,14 +66,18 @@ class Kind(NamedTuple):
 
 KINDS = {
     "index": Kind("index", "index"),
-    "embeddings": Kind("embed", r"stage_\d+/embeddings"),
-    "text_embeddings": Kind("embed --text", r"stage_\d+/(text_embeddings|edited_texts/[^/]+)"),
+    "embeddings": Kind("embed", r"(stage_\d+|teachers/[^/]+)/embeddings"),
+    "text_embeddings": Kind(
+        "embed --text",
+        r"stage_\d+/(text_embeddings|edited_texts/[^/]+)|teachers/[^/]+/text_embeddings",
+    ),
     "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
     "clusters": Kind("cluster", r"stage_\d+/clusters"),
     "pseudo_labels": Kind("cluster", r"stage_\d+/pseudo_labels"),
     "relocated": Kind("relocate", r"stage_\d+/relocated"),
     "train": Kind("train", r"stage_\d+/train"),
     "export": Kind("export", r"stage_\d+/export"),
+    "teacher": Kind("embed --encoder", r"teachers/[^/]+/export", by_flags=True),
     "concat": Kind("export", r"exports/[^/]+"),
     "soup": Kind("export"),
     "filter": Kind("filter", r"filters/[^/]+", by_flags=True),
@@ -449,6 +455,15 @@ class RunPaths:
     def stage(self, stage: int) -> Path:
         """The folder of a stage; all variants share that of stage 0."""
         return (self.run_dir if stage == 0 else self.root) / f"stage_{stage}"
+
+    def encoder(self, name: str | None) -> Path:
+        """The folder of a teacher, ``NAME@TAG`` or the path of a folder; of None that of stage 0.
+        It holds ``export``, ``embeddings`` and ``text_embeddings``."""
+        if name is None:
+            return self.stage(0)
+        plain = re.sub(r"[^\w.@-]+", "_", name)[-64:]
+        mark = "" if plain == name else f"_{files.digest_json(name)[:8]}"
+        return self.run_dir / "teachers" / f"{plain}{mark}"
 
     def embeddings(self, stage: int) -> Path:
         """Image embeddings of a stage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,17 @@ from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
+from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
-from mclclip.objectives.base import Objective, ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, read_identity
+from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
 from mclclip.run.recorder import Recorder, StepProfiler
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
@@ -118,9 +119,11 @@ class StageTraining:
             lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "image_features" in reads.base:
-            embedded = self.layout.embeddings(0)
-            lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
+        every = {encoder for encoder, what in reads.encoders if what == "image_features"}
+        if every:
+            folders = [self.layout.encoder(encoder) / "embeddings" for encoder in every]
+            without = [left_out(folder, len(self.index.shards)) for folder in folders]
+            lacking["without_embedding"] = reduce(np.union1d, without)
         return lacking
 
     @cached_property
@@ -151,8 +154,8 @@ class StageTraining:
             pictures = self.index if self.reads_image_rows else None
             extras.append(EqualityDigests(clean_caption, pictures))
         edits = next(filter(None, self.stored_texts), None)
-        if reads.base - {"model"} or edits:
-            extras.append(BaseFeatures(self.layout, self.index, reads.base, edits))
+        if reads.stored or edits:
+            extras.append(BaseFeatures(self.layout, self.index, reads.stored, edits))
         return extras
 
     @cached_property
@@ -278,6 +281,7 @@ def build_objective(
             betas=options.betas,
             eps=options.eps,
             classes=classes,
+            teacher=partial(_open_teacher, training.layout),
         )
     )
     modules = (*model.modules(), *objective.modules())
@@ -287,6 +291,19 @@ def build_objective(
             "samples: raise it"
         )
     return objective
+
+
+def _open_teacher(layout: RunPaths, name: str | None) -> Teacher:
+    """Returns an encoder that an objective reads; its weights are read when it is loaded."""
+    directory = layout.encoder(name) / "export"
+    counts = read_manifest(directory, "export" if name is None else "teacher").counts
+    return Teacher(counts["width"], counts["logit_scale"], partial(_load_teacher, directory))
+
+
+@cache
+def _load_teacher(directory: Path) -> Encoder:
+    """Loads a teacher once for all terms of an objective."""
+    return load_model(directory)
 
 
 def build_trainer(

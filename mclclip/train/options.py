@@ -129,7 +129,7 @@ class TrainConfig:
         stands for the captions as they are, ``HardCaptions`` for captions edited so."""
         reads = self.objective.reads
         if not self.reads_text_embeddings:
-            return (None,) if "text_features" in reads.base else ()
+            return (None,) if "text_features" in reads.of_stage_0 else ()
         return (None,) if reads.edits is None else (None, reads.edits)
 
     def model_arguments(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ MLCD = "train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1.0}"
 VIEWS = "train.objective={kind: nt_xent}"
 HELD = "train.objective={kind: preserve}"
 HELD_EXACTLY = "train.objective={kind: preserve, exact: true}"
+TAUGHT = "train.objective={kind: distill}"
+TAUGHT_EXACTLY = "train.objective={kind: distill, exact: true}"
 OTHER = f"trained_model={{name: {json.dumps(tiny.MODEL)}}}"
 TRUNK = "image_rows.enabled=true | train.lock.image_blocks=1"
 WHOLE = (
@@ -56,12 +58,18 @@ CASES = [
     case("train.start", f"{MLCD} | {OTHER} | export.soup=false | train.start=random",
          then="train.start=base"),
     case("export.soup", "train.start=random", then="export.soup=false"),
-    case("trained_model", OTHER, then=MLCD),
+    case("trained_model", f"{OTHER} | train.lock.text=false", then="train.cached_text=false"),
+    case("train.objective", f"{HELD} | {OTHER}", then=TAUGHT),
+    case("train.objective", f"{TAUGHT_EXACTLY} | {TRUNK}", then=HELD_EXACTLY),
+    case("train.objective.teacher", "train.objective={kind: distill, teacher: ViT-B-32}",
+         then="train.objective.teacher=ViT-B-32@random"),
     case("trained_model", f"{MLCD} | {WIDER} | train.objective.centers=normal",
          then="export.soup=false | export.concat=[]"),
     case("base.objective.kind", "base.objective={kind: mlcd, labels_per_sample: 1}",
          then=BASE),
     case("base.objective.kind", "base.objective={kind: preserve}", then=BASE),
+    case("base.objective.kind", "base.objective={kind: distill}",
+         then="base.objective.teacher=ViT-B-32@random"),
     case("train.objective.labels_per_sample", f"{MLCD} | train.objective.labels_per_sample=2",
          then="cluster.labels_per_sample=2"),
     case("train.objective.kind", f"{ALONE} | export.concat=[]", then=VIEWS),
