@@ -366,7 +366,7 @@ def _add_stages(verbs: Any) -> None:
     _add(verbs, "index", _REMAKE)
     verb = _add(verbs, "embed", _REMAKE)
     add = verb.add_mutually_exclusive_group(required=True).add_argument
-    add("--stage", type=_COUNT, default=0, help=_STAGE)
+    add("--stage", type=_COUNT, help=_STAGE)
     teacher = "a teacher of the objective distill: NAME@TAG, or a folder with an encoder"
     add("--encoder", metavar="ENCODER", help=teacher)
     add = verb.add_argument

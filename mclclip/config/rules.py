@@ -226,18 +226,6 @@ def _width(model: ModelConfig) -> int:
     return load_shapes(model.name, text=False).embed_dim
 
 
-def _teachers(at: Subject) -> object:
-    """Refuses teachers that are no encoders, and those without texts where texts are read."""
-    from mclclip.models.encoder import check_encoder  # seconds, for torch
-
-    reads = at.options.objective.reads
-    for name in reads.teachers:
-        text = (name, "text_features") in reads.encoders
-        if line := _refusal(partial(check_encoder, name, text=text)):
-            return f"{at.training}.objective.teacher={name}: {line}"
-    return None
-
-
 def _centroids(at: Subject) -> object:
     """Refuses centroids as class centers of features of another width."""
     clustered, trained = at.config.model, at.config.trained_model
@@ -391,12 +379,10 @@ RULES: tuple[Rule, ...] = (
              because="the objective reads stored features of stage 0, and these are not those of "
              "training: set embed.feature=projected, or exact: true in the objective"),
     excludes("TRAINING.objective.reads.of_encoders=text_features", "TRAINING.sentences",
-             because="features of whole captions are stored, of which it trains on parts: leave it "
-             "out"),
+             because="whole captions are stored, of which it trains on parts: leave it out"),
     excludes("train.objective.reads.of_encoders=model", _ROWS,
              because="the teacher sees crops, in whose place are rows: leave exact out of the "
              "objective"),
-    Rule("TRAINING.objective.teacher", _teachers, "run"),
     # --- the image tower
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),

@@ -32,7 +32,7 @@ from mclclip.models.loading import (
     refuse_without_weights,
 )
 from mclclip.models.model import Model, unit
-from mclclip.models.options import Variant
+from mclclip.models.options import ModelConfig, Variant
 from mclclip.util import files
 from mclclip.util.options import brief, with_prefix
 from mclclip.util.shipped import RECIPES
@@ -421,6 +421,40 @@ def load_model(
         refuse_without_weights(name)
     is_random = pretrained == RANDOM and clip.is_without_weights(name)
     return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
+
+
+def counts_of(encoder: Encoder) -> dict[str, Any]:
+    """Returns what an export's manifest says of its encoder: the number of ``parameters``, the
+    ``width`` of its features, and its ``logit_scale``, None without a text tower."""
+    return {
+        "parameters": sum(p.numel() for p in encoder.parameters()),
+        "width": encoder.embed_dim,
+        "logit_scale": encoder.logit_scale if encoder.stages[0].reads_texts else None,
+    }
+
+
+def identify_encoder(model: ModelConfig) -> dict[str, Any]:
+    """Returns the fields of ``model`` that determine an encoder which is not trained here; files
+    are represented by their digests."""
+    fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}
+    if isinstance(model.name, str):
+        path = Path(model.name.removeprefix("local-dir:"))
+        if model.name.startswith(transformers_folder.PREFIX):
+            fields["name"] = transformers_folder.digest(model.name)
+        elif (path / weights.CONCAT).is_file():
+            joined = (weights.CONCAT, weights.CONCAT_WEIGHTS)
+            fields["name"] = files.digest_json([files.digest_file(path / name) for name in joined])
+        elif path.is_dir():
+            fields["name"] = files.digest_file(weights.find_weights(path))
+        elif path.is_file():
+            fields["name"] = files.digest_json(files.read_json(path))
+    if model.pretrained is not None and Path(model.pretrained).is_file():
+        fields["pretrained"] = files.digest_file(Path(model.pretrained))
+    if model.image_weights is not None:
+        fields["image_weights"] = files.digest_file(
+            weights.checked_image_weights(model.image_weights)
+        )
+    return fields
 
 
 def check_encoder(name: str, *, text: bool) -> None:

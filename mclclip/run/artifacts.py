@@ -9,8 +9,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
-      index/                    samples.arrow  shards.json  bad_samples.json  shard_times.json
-                                manifest.json
+      index/                    samples.arrow  shards.json  bad_samples.json  manifest.json  ...
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
@@ -20,23 +19,19 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
                 relocated/      00000.tar ...  locations.npy
-                train/          grouped_index/  checkpoints/  metrics.jsonl
-                export/  embeddings/  clusters/
+                train/  export/  embeddings/  clusters/
       ...
       teachers/ViT-L-14@openai/  export/  embeddings/  text_embeddings/
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
-      blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
-                                   benchmark/
+      blindspots/stage_0-stage_2/  pairs.jsonl  weights.npy  gallery.png  benchmark/  ...
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
-      controls/ungrouped/       stage_1/ ... exports/    the same layout again
-      controls/random_groups/   likewise
+      controls/ungrouped/       stage_1/ ... exports/    the same layout; random_groups/ likewise
       results.jsonl             outcomes/  report.html
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,13 +59,11 @@ class Kind(NamedTuple):
     by_flags: bool = False
 
 
+_ENCODER = r"(stage_\d+|teachers/[^/]+)"
 KINDS = {
     "index": Kind("index", "index"),
-    "embeddings": Kind("embed", r"(stage_\d+|teachers/[^/]+)/embeddings"),
-    "text_embeddings": Kind(
-        "embed --text",
-        r"stage_\d+/(text_embeddings|edited_texts/[^/]+)|teachers/[^/]+/text_embeddings",
-    ),
+    "embeddings": Kind("embed", f"{_ENCODER}/embeddings"),
+    "text_embeddings": Kind("embed --text", f"{_ENCODER}/(text_embeddings|edited_texts/[^/]+)"),
     "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
     "clusters": Kind("cluster", r"stage_\d+/clusters"),
     "pseudo_labels": Kind("cluster", r"stage_\d+/pseudo_labels"),
@@ -457,13 +450,9 @@ class RunPaths:
         return (self.run_dir if stage == 0 else self.root) / f"stage_{stage}"
 
     def encoder(self, name: str | None) -> Path:
-        """The folder of a teacher, ``NAME@TAG`` or the path of a folder; of None that of stage 0.
-        It holds ``export``, ``embeddings`` and ``text_embeddings``."""
-        if name is None:
-            return self.stage(0)
-        plain = re.sub(r"[^\w.@-]+", "_", name)[-64:]
-        mark = "" if plain == name else f"_{files.digest_json(name)[:8]}"
-        return self.run_dir / "teachers" / f"{plain}{mark}"
+        """The folder with a teacher's export and embeddings; of None that of stage 0."""
+        below = "stage_0" if name is None else f"teachers/{name.replace('/', '_')[-100:]}"
+        return self.run_dir / below
 
     def embeddings(self, stage: int) -> Path:
         """Image embeddings of a stage."""

@@ -33,9 +33,16 @@ from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenize
-from mclclip.export import ExportStep, counts_of, identify_encoder
+from mclclip.export import ExportStep
 from mclclip.models import memory, weights
-from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
+from mclclip.models.encoder import (
+    RANDOM,
+    Encoder,
+    counts_of,
+    identify_encoder,
+    load_model,
+    split_name,
+)
 from mclclip.models.loading import load_towers, refuse_without_weights, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
@@ -56,7 +63,7 @@ def run(
     config: Config,
     context: Context,
     *,
-    stage: int = 0,
+    stage: int | None = None,
     encoder: str | None = None,
     text: bool | None = None,
     readers: Sequence[Config] = (),
@@ -82,6 +89,7 @@ def run(
         raise ValueError(
             f"--text with --stage {stage}: captions are embedded by stage 0 alone, leave one out"
         )
+    stage = stage or 0  # a teacher has none
     layout, every = RunPaths.of(config), (config, *readers)
     index = SampleIndex.open(layout.index)
     texts: list[HardCaptions | None] = []

@@ -23,10 +23,10 @@ from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.export import ExportStep, counts_of, identify_encoder
+from mclclip.export import ExportStep
 from mclclip.models import soup, weights
 from mclclip.models.clip import is_without_weights
-from mclclip.models.encoder import Encoder, save_concat
+from mclclip.models.encoder import Encoder, counts_of, identify_encoder, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model

@@ -61,8 +61,6 @@ CASES = [
     case("trained_model", f"{OTHER} | train.lock.text=false", then="train.cached_text=false"),
     case("train.objective", f"{HELD} | {OTHER}", then=TAUGHT),
     case("train.objective", f"{TAUGHT_EXACTLY} | {TRUNK}", then=HELD_EXACTLY),
-    case("train.objective.teacher", "train.objective={kind: distill, teacher: ViT-B-32}",
-         then="train.objective.teacher=ViT-B-32@random"),
     case("trained_model", f"{MLCD} | {WIDER} | train.objective.centers=normal",
          then="export.soup=false | export.concat=[]"),
     case("base.objective.kind", "base.objective={kind: mlcd, labels_per_sample: 1}",

@@ -232,3 +232,30 @@ def test_an_encoder_that_gives_nan_is_not_stored(
     with pytest.raises(ValueError, match="not numbers"):
         embed.run(config, SINGLE, encoder=TEACHER)
     assert not (folder / "embeddings/manifest.json").exists()
+
+
+NO_TEACHERS = {
+    "ViT-B-32": "names no weights",
+    "ViT-B-33@openai": "ViT-B-33",
+    "nowhere/to/be/found": "nowhere/to/be/found",
+}
+
+
+@pytest.mark.parametrize("name", NO_TEACHERS)
+def test_what_is_no_encoder_is_refused_before_the_run(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    config = options(tmp_path / "run", data, of_teachers({"teacher": name}))
+    with pytest.raises((ValueError, FileNotFoundError), match=NO_TEACHERS[name]) as caught:
+        method.run(config, SINGLE)
+    assert "objective.teacher=" in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_without_texts_has_no_captions(data: Path, tmp_path: Path) -> None:
+    load_towers(tiny.MODEL, text=False).save(tmp_path / "tower")
+    terms = {"teacher": str(tmp_path / "tower"), "temperature": 0.1}
+    with pytest.raises(ValueError, match="no text tower: set between=images"):
+        method.run(options(tmp_path / "run", data, of_teachers(terms)), SINGLE)
+    of_images = of_teachers(terms | {"between": "images"})
+    method.run(options(tmp_path / "run", data, of_images), SINGLE)
