@@ -142,6 +142,20 @@ def test_the_same_encoder_sees_what_is_stored(taught: Path, data: Path, tmp_path
     np.testing.assert_allclose(found[True], found[False], rtol=1e-3)
 
 
+def test_a_weight_of_0_gives_the_bits_of_a_training_without_a_teacher(
+    taught: Path, data: Path, tmp_path: Path
+) -> None:
+    digests = []
+    for terms in [], [{"weight": 0.0}, {"teacher": TEACHER, "what": "features", "weight": 0.0}]:
+        run_dir = tmp_path / str(len(terms))
+        shutil.copytree(taught, run_dir)
+        config = options(run_dir, data, of_teachers(*terms))
+        train.run(config, SINGLE, stage=1, force=Remake.UNFIT)
+        export.stage(config, SINGLE, stage=1, force=Remake.UNFIT)
+        digests.append(tiny.digests(run_dir / "stage_1/export", "*.safetensors"))
+    assert digests[0] == digests[1] and digests[0]
+
+
 def big() -> dict[str, Any]:
     """A student with the teacher's pictures."""
     size = load_model(TEACHER).image_shape[1]
