@@ -54,7 +54,9 @@ class Reads:
     threshold        clusters of a smaller similarity are left out, but for the nearest (None: none)
     attribute        attribute of the samples that is their class, as data.sources names them, such
                      as ``shape`` (None: none); samples without it are left out
-    digests          ``contrast.DIGESTS``, which tell equal captions and pictures
+    near_copies      options of samples that are no negatives (`near_copies.NearCopies`); digests
+                     tell them, or stage 0's embeddings
+    widths           widths that are trained beside the whole width of the features
     base             what is read of stage 0: its stored embeddings, which come as the batch's
                      extras ``base_image_features`` and ``base_text_features``; or the ``model``
                      itself. The training starts from stage 0's weights
@@ -76,7 +78,8 @@ class Reads:
     drawn: float | None = None
     threshold: float | None = None
     attribute: str | None = None
-    digests: bool = False
+    near_copies: frozenset[Any] = frozenset()
+    widths: frozenset[int] = frozenset()
     base: frozenset[Literal["image_features", "text_features", "model"]] = frozenset()
     edits: Any = None
     follows_weights: bool = False
@@ -87,6 +90,11 @@ class Reads:
     def num_classes_per_sample(self) -> int:
         """Columns of a batch's ``classes``; 0 if it has none."""
         return 1 if self.attribute is not None else self.clusters
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Names of a batch's extras that tell equal captions and pictures; none if not read."""
+        return frozenset[str]().union(*(near.digests for near in self.near_copies))
 
     @classmethod
     def of_all(cls, every: Sequence[Reads]) -> Reads:

@@ -54,7 +54,8 @@ from mclclip.objectives.base import (
     Reads,
     encode,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, divergences, to_fp32
+from mclclip.objectives.pairs import TILE, Pairs
+from mclclip.objectives.row_losses import divergences, to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.options import STRICT

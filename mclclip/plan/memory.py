@@ -26,7 +26,6 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.objectives.base import Objective, ObjectiveInputs
-from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import ModelWithObjective
@@ -183,7 +182,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
 
     extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
     if reads.digests:
-        extras |= {name: ids() for name in DIGESTS}
+        extras |= {name: ids() for name in sorted(reads.digests)}
     if reads.edits and cached_text:
         extras["edited_features"] = values(reads.edits.per_caption, dim)
     elif reads.edits:
