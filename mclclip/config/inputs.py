@@ -82,7 +82,7 @@ def check_samples(config: Config, index: SampleIndex) -> None:
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_numbers(name, batch, policy, most, len(index), len(lacking), draws)
-        if reads.digests and config.image_rows.enabled and name == "train":
+        if extras.PICTURE_DIGEST in reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(index)
         if reads.edits and not has_base:  # later, the training itself surveys the captions
             survey = partial(extras.report_edits, reads.edits, index, config.data, name)

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.row_losses import choose_no_autocast, refuse_second_derivative
+from mclclip.objectives.row_losses import refuse_second_derivative
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import SINGLE, Context, not_compiled, to_device
+from mclclip.ranks.process_group import SINGLE, Context, choose_no_autocast, not_compiled, to_device
 from mclclip.ranks.sharded_rows import ShardedRows
 from mclclip.util.pair_products import pair_products
 

@@ -29,7 +29,6 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
-from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import ModelWithObjective
@@ -209,7 +208,7 @@ def _batch(
     widths = {name: inputs.teacher(encoder).width for name, (encoder, _) in reads.stored.items()}
     extras = {name: values(width) for name, width in widths.items()}
     if reads.digests:
-        extras |= {name: ids() for name in DIGESTS}
+        extras |= {name: ids() for name in sorted(reads.digests)}
     if reads.edits and cached_text:
         extras["edited_features"] = values(reads.edits.per_caption, dim)
     elif reads.edits:

@@ -204,7 +204,7 @@ _LOGGED = {
     "negative_loss": "negative %.3f",
     "positive_cosine": "cosine %.3f",
     "positives_per_row": "positives per row %.2f",
-    "equal_captions": "equal pairs %.0f",
+    "near_copies": "near copies %.0f",
 }
 
 

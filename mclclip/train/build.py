@@ -49,6 +49,7 @@ from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
 from mclclip.run.recorder import Recorder, StepProfiler
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
+from mclclip.train.near_copies import report_near
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
@@ -152,7 +153,7 @@ class StageTraining:
         reads, extras = self.options.objective.reads, list[Extra]()
         if reads.digests:
             pictures = self.index if self.reads_image_rows else None
-            extras.append(EqualityDigests(clean_caption, pictures))
+            extras.append(EqualityDigests(clean_caption, pictures, sorted(reads.digests)))
         edits = next(filter(None, self.stored_texts), None)
         if reads.stored or edits:
             extras.append(BaseFeatures(self.layout, self.index, reads.stored, edits))
@@ -434,7 +435,7 @@ def _build_batches(
     say_equal: bool,
 ) -> TrainingBatches:
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
-    rows have an equal caption or picture."""
+    rows have an equal caption or picture, or near copies."""
     objective = training.options.objective
     cached = training.stage > 0 and training.options.reads_text_embeddings
     text = StoredRows(training.layout.text_embeddings, training.index) if cached else None
@@ -468,4 +469,8 @@ def _build_batches(
     is_far = bool(dataset.bytes.reader.urls)
     if say_equal and dataset.reads_text and (objective.reads.digests or not is_far):
         report_equal(batches, clean_caption)
+    if say_equal:
+        base = next((extra for extra in inputs.extras if isinstance(extra, BaseFeatures)), None)
+        for near in objective.reads.near_copies:
+            report_near(batches, near, base, clean_caption)
     return batches
