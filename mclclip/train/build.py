@@ -38,6 +38,7 @@ from mclclip.models.clip import clean_caption
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs
@@ -308,6 +309,7 @@ def build_trainer(
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     module = ModelWithObjective(model, objective, options.precision).to(context.device)
+    _log_groups(training, module)  # before an engine replaces the parameters
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
@@ -349,6 +351,18 @@ def build_trainer(
         profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
         compiles=options.engine.compile != "off",
     )  # fmt: skip
+
+
+def _log_groups(training: StageTraining, module: ModelWithObjective) -> None:
+    """Logs the learning rates, weight decays and numbers of the parameters of each part."""
+    how, decay = training.options, training.options.weight_decay
+    for row in describe_groups(module, how.lr, how.parameters, decay):
+        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
+        rates = lowest if lowest == highest else f"{lowest} to {highest}"
+        log.info(
+            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
+            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
+        )  # fmt: skip
 
 
 def _build_evaluation(
