@@ -287,18 +287,12 @@ def timm_layout(tower: Any) -> ImageLayout:
     # or the tower does not say its width.
     pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
     tops = _top(tower, embedding, blocks)
-    return ImageLayout(
-        embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps,
-        layers=_layers(tower),
-    )  # fmt: skip
-
-
-def _layers(tower: Any) -> tuple[Names, ...]:
-    """Returns the layers of timm's layer-wise decay, and open_clip's `head` as the last one."""
-    groups = group_parameters(tower.trunk, tower.trunk.group_matcher(coarse=False))
+    groups = group_parameters(trunk, trunk.group_matcher(coarse=False))  # of layer-wise decay
     layers = [tuple(f"trunk.{name}" for name in groups[number]) for number in sorted(groups)]
-    has_head = any(True for _ in tower.head.parameters())
-    return (*layers, ("head",)) if has_head else tuple(layers)
+    layers += [("head",)] if any(True for _ in tower.head.parameters()) else []
+    return ImageLayout(
+        embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps, layers=(*layers,)
+    )
 
 
 def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:

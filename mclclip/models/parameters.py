@@ -20,7 +20,7 @@ _OBJECTIVE = "objective."  # begins the names of an objective's own parameters
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """What an optimizer does with one parameter.
+    """The settings of one parameter in an optimizer.
 
     part          "image", "text", "projector", "objective", or its name if it lies in none of them
     lr_scale      factor of the learning rate; 0 if the parameter is frozen

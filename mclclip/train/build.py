@@ -290,11 +290,26 @@ def build_objective(
     return objective
 
 
+def log_groups(training: StageTraining, module: ModelWithObjective) -> None:
+    """Logs the learning rates, weight decays and numbers of the parameters of each part.
+
+    Call it before an engine replaces the parameters. Raises ValueError for patterns of
+    ``parameters`` that match nothing.
+    """
+    how, decay = training.options, training.options.weight_decay
+    for row in describe_groups(module, how.lr, how.parameters, decay):
+        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
+        rates = lowest if lowest == highest else f"{lowest} to {highest}"
+        log.info(
+            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
+            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
+        )  # fmt: skip
+
+
 def build_trainer(
     training: StageTraining,
     inputs: TrainingInputs,
-    model: Model,
-    objective: Objective,
+    module: ModelWithObjective,
     groups: StageGroups,
     identity: str,
     steps: int | None,
@@ -308,14 +323,13 @@ def build_trainer(
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    module = ModelWithObjective(model, objective, options.precision).to(context.device)
-    _log_groups(training, module)  # before an engine replaces the parameters
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=model.blocks(), precision=options.precision, clip_grad_norm=options.clip_grad_norm,
-        ema_decay=options.ema_decay, outside=objective.outside(),
+        blocks=module.model.blocks(), precision=options.precision,
+        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
+        outside=module.objective.outside(),
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -341,7 +355,7 @@ def build_trainer(
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
-        batches=build_loader(training, inputs, plan, known_bad, model, range(start, total)),
+        batches=build_loader(training, inputs, plan, known_bad, module.model, range(start, total)),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
@@ -351,18 +365,6 @@ def build_trainer(
         profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
         compiles=options.engine.compile != "off",
     )  # fmt: skip
-
-
-def _log_groups(training: StageTraining, module: ModelWithObjective) -> None:
-    """Logs the learning rates, weight decays and numbers of the parameters of each part."""
-    how, decay = training.options, training.options.weight_decay
-    for row in describe_groups(module, how.lr, how.parameters, decay):
-        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
-        rates = lowest if lowest == highest else f"{lowest} to {highest}"
-        log.info(
-            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
-            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
-        )  # fmt: skip
 
 
 def _build_evaluation(
