@@ -148,7 +148,9 @@ def _layers(at: Subject) -> object:
 
     arguments = at.options.model_arguments() | {"precision": "fp32"}
     try:
-        model = load_shapes(at.model.name, text=False)
+        # Patterns name parameters of all parts.
+        text = at.model.text and bool(at.options.parameters)
+        model = load_shapes(at.model.name, text=text, projector=at.model.projector)
         prepare_model(model, **arguments, seed=at.config.seed)
         if at.options.engine.micro_batch is not None:
             gradient_cache.check(model)

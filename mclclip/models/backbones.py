@@ -287,7 +287,12 @@ def timm_layout(tower: Any) -> ImageLayout:
     # or the tower does not say its width.
     pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
     tops = _top(tower, embedding, blocks)
-    return ImageLayout(embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps)
+    groups = group_parameters(trunk, trunk.group_matcher(coarse=False))  # of layer-wise decay
+    layers = [tuple(f"trunk.{name}" for name in groups[number]) for number in sorted(groups)]
+    layers += [("head",)] if any(True for _ in tower.head.parameters()) else []
+    return ImageLayout(
+        embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps, layers=(*layers,)
+    )
 
 
 def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:

@@ -17,6 +17,8 @@ from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
+from mclclip.models.parameters import freeze
+from mclclip.models.patterns import ParameterConfig
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.run.artifacts import read_manifest, verb_of
@@ -303,6 +305,7 @@ def prepare_model(
     precision: str,
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
+    parameters: Sequence[ParameterConfig] = (),
 ) -> None:
     """Prepares a model for training, in place.
 
@@ -311,10 +314,12 @@ def prepare_model(
     precision            "float64" converts the model; other precisions are autocast's
     grad_checkpointing   blocks run again in the backward pass instead of keeping activations
     patch_dropout        share of the patches that the image tower drops
+    parameters           patterns of names; those with an `lr_scale` of 0 are frozen (`freeze`)
     """
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
+    freeze(model, parameters)
     model.drop_patches(patch_dropout)
     if precision == "float64" and next(model.parameters()).dtype != torch.float64:
         model.double()  # `plan` converts before, since its tensors without values cannot be here

@@ -28,6 +28,7 @@ from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, si
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
+from mclclip.models.parameters import describe_groups
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -42,7 +43,8 @@ _measured: dict[str, dict[str, Any]] = {}
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
-    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``.
+    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``; and
+    lists its ``groups`` of parameters (``describe_groups``).
 
     ``name`` is "base" or "train". Parts are those of ``engines.per_rank``; the ``objective`` with
     its optimizer's state; ``activations`` of a micro-batch; the ``loss`` with the features of the
@@ -81,6 +83,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
+        groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -102,6 +105,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         "micro_batch": micro,
         "trained_weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "groups": groups,
         "embed_dim": model.embed_dim,
         "width": model.layout.pooled_dim,  # that of features before the projection
         "parts": parts,

@@ -39,6 +39,7 @@ from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
@@ -307,11 +308,26 @@ def _load_teacher(directory: Path) -> Encoder:
     return load_model(directory)
 
 
+def log_groups(training: StageTraining, module: ModelWithObjective) -> None:
+    """Logs the learning rates, weight decays and numbers of the parameters of each part.
+
+    Call it before an engine replaces the parameters. Raises ValueError for patterns of
+    ``parameters`` that match nothing.
+    """
+    how, decay = training.options, training.options.weight_decay
+    for row in describe_groups(module, how.lr, how.parameters, decay):
+        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
+        rates = lowest if lowest == highest else f"{lowest} to {highest}"
+        log.info(
+            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
+            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
+        )  # fmt: skip
+
+
 def build_trainer(
     training: StageTraining,
     inputs: TrainingInputs,
-    model: Model,
-    objective: Objective,
+    module: ModelWithObjective,
     groups: StageGroups,
     identity: str,
     steps: int | None,
@@ -325,13 +341,13 @@ def build_trainer(
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    module = ModelWithObjective(model, objective, options.precision).to(context.device)
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=model.blocks(), precision=options.precision, clip_grad_norm=options.clip_grad_norm,
-        ema_decay=options.ema_decay, outside=objective.outside(),
+        blocks=module.model.blocks(), precision=options.precision,
+        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
+        outside=module.objective.outside(),
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -357,7 +373,7 @@ def build_trainer(
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
-        batches=build_loader(training, inputs, plan, known_bad, model, range(start, total)),
+        batches=build_loader(training, inputs, plan, known_bad, module.model, range(start, total)),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),

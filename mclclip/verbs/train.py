@@ -33,7 +33,7 @@ from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
 from mclclip.train.build import StageTraining, TrainingInputs
-from mclclip.train.loop import Evaluate
+from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
 from mclclip.util.remake import Remake
@@ -147,11 +147,12 @@ class Training(Step[StageTraining]):
         inputs = build.read_inputs(training)
         model = build.build_model(training, inputs.image_rows)
         objective = build.build_objective(training, model, inputs.classes)
+        module = ModelWithObjective(model, objective, self.train.precision)
+        module.to(training.context.device)
+        build.log_groups(training, module)
         groups = StageGroups(training.directory / _GROUPS)
         collectives.on_main(lambda: _write_groups(training, inputs, groups, out))
-        trainer = build.build_trainer(
-            training, inputs, model, objective, groups, out.identity, self.steps
-        )
+        trainer = build.build_trainer(training, inputs, module, groups, out.identity, self.steps)
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}
         if trainer.evaluation and (best := trainer.evaluation.exported_step) is not None:

@@ -89,6 +89,9 @@ CASES = [
          then="train.lock.image_blocks=3"),
     case("train: LoRA", "train.lora={} | train.lock.image_blocks=0",
          then="train.lock.image_blocks=1"),
+    case("train: parameters.match='text.*'", f"{VIEWS} | model.text=false | export.concat=[] | "
+         "train.parameters=[{match: text.*, lr_scale: 0.1}]",
+         then="train.parameters=[{match: image.*, lr_scale: 0.1}]"),
     case("train: engine.micro_batch", f"{RESNET} | train.engine.micro_batch=4",
          then="train.lock.image_norm=false"),
     case("data.pixels", "data.pixels=fast | model.augmentation={use_timm: true}",
