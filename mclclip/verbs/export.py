@@ -151,7 +151,7 @@ def _identify_encoder(config: Config) -> dict[str, Any]:
     """Returns the fields of ``model`` that determine an encoder which is not trained here; files
     are represented by their digests."""
     model = config.model
-    fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}
+    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained, **model.of_towers}
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if model.name.startswith(transformers_folder.PREFIX):
@@ -174,8 +174,7 @@ def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
     start = config.model if stage == 0 else config.trained_model
     if start is None:
         return load_towers(layout.export(0))
-    fields: dict[str, Any] = {"text": start.text, "image_weights": start.image_weights}
-    fields["long_context"] = start.long_context
+    fields = {"image_weights": start.image_weights, **start.of_towers}
     return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 
