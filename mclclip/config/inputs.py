@@ -32,7 +32,7 @@ def check(config: Config) -> None:
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:
-            towers = load_towers(model.name, image_weights=model.image_weights, text=model.text)
+            towers = load_towers(model.name, image_weights=model.image_weights, **model.of_towers)
             towers.lock(**options.model_arguments()["lock"])
             refuse_folded_norms(towers.train())
     for teacher, text in config.teachers.items():

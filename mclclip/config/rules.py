@@ -194,6 +194,20 @@ def _long_context(at: Subject, option: str) -> object:
     return _refusal(lambda: longer_config(architecture), f"{option}.")
 
 
+def _image_size(at: Subject, option: str) -> object:
+    """Refuses an image size that the image tower does not take, if its configuration is known.
+
+    ``option`` is "model" or "trained_model".
+    """
+    model: ModelConfig | None = getattr(at.config, option)
+    if model is None or model.image_size is None or not architecture_of(model)[0]:
+        return None
+    from mclclip.models.memory import load_shapes  # seconds, for torch
+
+    shaped = replace(model, text=False, long_context=False)
+    return _refusal(lambda: load_shapes(model.name, **shaped.of_towers), f"{option}.")
+
+
 def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
     """Returns the message of the ValueError that ``accept`` raises, after ``prefix``; else ""."""
     try:
@@ -250,7 +264,8 @@ def _architectures(at: Subject) -> object:
     if trained is None or not (export.concat or export.soup):
         return None
     equal = model_config(base.name) == model_config(trained.name)
-    return not (equal and base.long_context == trained.long_context) and (
+    shapes = [(model.long_context, model.image_size) for model in (base, trained)]
+    return not (equal and shapes[0] == shapes[1]) and (
         "trained_model has another architecture than model, and only stages of one architecture "
         "can be joined: set export.concat=[] and export.soup=false"
     )
@@ -389,6 +404,8 @@ RULES: tuple[Rule, ...] = (
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),
     Rule("TRAINING.lock", _layers, "run"),
+    *(Rule(f"{option}.image_size", partial(_image_size, option=option), "run")
+      for option in ("model", "trained_model")),
     Rule("data.pixels", lambda at: (
         at.config.data.pixels == "fast" and at.training in at.config.trainings
         and (more := more_than_crops(at.model))

@@ -356,7 +356,8 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             )
         except Exception as error:  # open_clip raises any kind for a wrong config
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
-    backbones.check_image_size(clip.visual)
+    with torch.random.fork_rng(devices=[]):  # timm draws tables of relative positions
+        backbones.set_image_size(clip.visual)
     return clip
 
 

@@ -436,7 +436,7 @@ def counts_of(encoder: Encoder) -> dict[str, Any]:
 def identify_encoder(model: ModelConfig) -> dict[str, Any]:
     """Returns the fields of ``model`` that determine an encoder which is not trained here; files
     are represented by their digests."""
-    fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}
+    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained, **model.of_towers}
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if model.name.startswith(transformers_folder.PREFIX):

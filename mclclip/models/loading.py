@@ -14,7 +14,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
-from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
+from mclclip.models import (
+    backbones,
+    clip,
+    config_check,
+    state_dicts,
+    towers,
+    transformers_folder,
+    weights,
+)
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.parameters import freeze
@@ -41,6 +49,7 @@ def load_towers(
     augmentation: Mapping[str, Any] | None = None,
     load_weights: bool = True,
     long_context: bool = False,
+    image_size: int | None = None,
 ) -> Model:
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
 
@@ -58,19 +67,24 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
+        image_size: height and width of the pictures, in place of the configuration's. Position
+            embeddings of the weights are resized as open_clip's `force_image_size` does.
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
-    that do not fit or had another activation, a projector beside a text tower, and a text tower
-    that cannot be stretched; FileNotFoundError if files are missing, or neither cached nor
+    that do not fit or had another activation, a projector beside a text tower, a text tower that
+    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if files are missing, or neither cached nor
     reachable on the hub. Torch's global generators are neither used nor changed.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
+    if image_size is not None:
+        config = _with_image_size(config, image_size)
     model_cfg, tokenizer = config["model_cfg"], None
     if text and "text_cfg" in model_cfg:
         _check_clip(name, model_cfg, projector)
         if long_context:
             model_cfg = towers.longer_config(model_cfg)
         exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
+        _check_patches(exported.visual, image_size)
         vocabulary = clip.vocabulary(exported)
         tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
         if file:
@@ -78,7 +92,7 @@ def load_towers(
         if long_context:
             towers.stretch(exported)
     else:
-        exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+        exported, model_cfg = _build_image_tower(config, file, seed, _where(name), image_size)
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
@@ -90,6 +104,27 @@ def load_towers(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
+
+
+def _with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, Any]:
+    """Returns a model's configuration with pictures of another size."""
+    model_cfg = config["model_cfg"]
+    vision = {**model_cfg["vision_cfg"], "image_size": image_size}
+    return {**config, "model_cfg": {**model_cfg, "vision_cfg": vision}}
+
+
+def _check_patches(visual: Any, image_size: int | None) -> None:
+    """Raises ValueError if the option `image_size` is set and no multiple of the tower's patches.
+
+    The patches of open_clip's ResNets are the 32 x 32 pixels of a position in their last layer.
+    """
+    patch = backbones.patch_size(visual)
+    if image_size is not None and any(image_size % side for side in patch):
+        near = image_size - image_size % patch[0]
+        raise ValueError(
+            f"image_size is {image_size}, which patches of {patch[0]} pixels do not divide: give a "
+            f"multiple, such as {near or patch[0]} or {near + patch[0]}"
+        )
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -104,7 +139,7 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
 
 
 def _build_image_tower(
-    config: Mapping[str, Any], file: Path | None, seed: int, where: str
+    config: Mapping[str, Any], file: Path | None, seed: int, where: str, image_size: int | None
 ) -> tuple[Any, dict[str, Any]]:
     """Builds an image tower alone and loads its weights from `file`, if there is one.
 
@@ -117,6 +152,7 @@ def _build_image_tower(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             visual = backbones.BackboneTower(backbone, where)
+        _check_patches(visual, image_size)
         if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
             raise ValueError(
                 f"embed_dim of {where} is {model_cfg['embed_dim']}, but {backbone.backbone} gives "
@@ -130,6 +166,7 @@ def _build_image_tower(
         if not of_clip:
             config = {**config, "model_cfg": image_cfg | {"text_cfg": dict(_SMALLEST_TEXT)}}
         whole = clip.build(config, seed, random_text=True)
+        _check_patches(whole.visual, image_size)
         if file is not None and of_clip:
             clip.fill(whole, file)
             file = None
@@ -147,6 +184,7 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     is_backbone = isinstance(visual, backbones.BackboneTower)
     if is_backbone and not any(name.startswith("trunk.") for name in tensors):
         tensors = {f"trunk.{name}": tensor for name, tensor in tensors.items()}
+    state_dicts.resize_picture_positions(visual, tensors, file)
     try:
         visual.load_state_dict(tensors)
     except RuntimeError as error:
@@ -166,6 +204,7 @@ def _fill_from_image_weights(visual: nn.Module, image_weights: str, model: str |
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
         tensors = {inside: opened.get_tensor(name) for inside, name in names.items()}
+    state_dicts.resize_picture_positions(visual, tensors, file)
     visual.load_state_dict(tensors, strict=False)
     weights.refuse_not_finite(visual, str(file))
 
@@ -209,7 +248,10 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
                 stored for name, stored in names.items() if name not in state
             ],
             "have another shape": [
-                name for name in slices if slices[name].get_shape() != [*state[name].shape]
+                name
+                for name in slices
+                if (shape := slices[name].get_shape()) != [*state[name].shape]
+                and not state_dicts.is_resized(name, shape, state[name].shape)
             ],
             "are no floating-point numbers": [
                 name

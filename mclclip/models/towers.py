@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
@@ -238,6 +239,22 @@ def present(tower: nn.Module, *names: str) -> Names:
 def pair(size: Any) -> tuple[int, int]:
     """Returns height and width of a size, which may be one number for both."""
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)
+
+
+def resize_positions(rows: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
+    """Resizes position embeddings [k + h w, D] of a grid (h, w) to [k + h' w', D].
+
+    As in open_clip and timm the interpolation is bicubic with antialiasing, and the first k rows,
+    which belong to no patch (class token, registers), stay.
+    """
+    if before == after:
+        return rows
+    extra = len(rows) - before[0] * before[1]
+    patches = rows[extra:].reshape(1, *before, -1).permute(0, 3, 1, 2)
+    patches = functional.interpolate(
+        patches, after, mode="bicubic", antialias=True, align_corners=False
+    )
+    return torch.cat([rows[:extra], patches.permute(0, 2, 3, 1).flatten(0, 2)])
 
 
 # --- open_clip's own towers, and text towers -------------------------------------------------

@@ -327,12 +327,7 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
 
 
 def _load(options: ModelConfig) -> Model:
-    return load_shapes(
-        options.name,
-        text=options.text,
-        projector=options.projector,
-        long_context=options.long_context,
-    )
+    return load_shapes(options.name, projector=options.projector, **options.of_towers)
 
 
 def _operations(model: Model) -> dict[str, Any]:

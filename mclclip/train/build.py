@@ -240,8 +240,7 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
     base = config.model_of(training.name)
     same: dict[str, Any] = {"projector": base.projector, "augmentation": base.augmentation}
     if stage == 0 or config.trained_model is not None:
-        same |= {"text": base.text, "image_weights": base.image_weights}
-        same["long_context"] = base.long_context
+        same |= {"image_weights": base.image_weights, **base.of_towers}
         model = load_towers(base.name, base.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.

@@ -152,8 +152,7 @@ def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
     start = config.model if stage == 0 else config.trained_model
     if start is None:
         return load_towers(layout.export(0))
-    fields: dict[str, Any] = {"text": start.text, "image_weights": start.image_weights}
-    fields["long_context"] = start.long_context
+    fields = {"image_weights": start.image_weights, **start.of_towers}
     return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 

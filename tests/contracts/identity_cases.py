@@ -48,6 +48,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "model.name": ("model.name.embed_dim=4", {BASE, TRAIN}),
     "model.pretrained": ("model.pretrained=tag", {BASE, TRAIN}),
     "model.text": ("model.text=false", {BASE, TRAIN}),
+    "model.image_size": ("model.image_size=16", {BASE, TRAIN}),
     "model.long_context": (
         "model.name.text_cfg.context_length=77 model.long_context=true", {BASE, TRAIN},
     ),

@@ -107,6 +107,11 @@ CASES = [
     case("embed.feature", f"{WHOLE} | embed.feature=pooled", then="embed.feature=projected"),
     case("model.projector", f"{WHOLE} | model.projector=[8]", then="model.projector=[]"),
     case("relocate.enabled", f"{TRUNK} | relocate.enabled=true", then="relocate.enabled=false"),
+    case("model.image_size", "model.image_size=36", then="model.image_size=40"),
+    case("trained_model.image_size", f"{MLCD} | {OTHER} | export.soup=false | export.concat=[] | "
+         "trained_model.image_size=36", then="trained_model.image_size=40"),
+    case("trained_model", f"{MLCD} | {OTHER} | trained_model.image_size=40",
+         then="model.image_size=40"),
     case("model.long_context", f"{LONG} | model.name=roberta-ViT-B-32", then="model.name=ViT-B-32"),
     case("model.text", f"{LONG} | {VIEWS} | model.name=ViT-B-32 | model.text=false",
          then="model.text=true"),
