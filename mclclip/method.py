@@ -24,11 +24,12 @@ from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.run import trackers
 from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.util.remake import Remake
-from mclclip.verbs import cluster, embed, export, index, relocate, train
+from mclclip.verbs import cluster, embed, export, index, relocate, report, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -63,6 +64,8 @@ def run(
             if config.has_stages:  # concatenation and soup of the stages
                 joined = export.join(config, context, variant=variant, force=force)
                 _evaluate(config, context, variant, joined)
+    if config.track:
+        collectives.on_main(lambda: report.track(config))
     log.info("'mclclip report %s' makes one page of all that this run left", config.run_dir)
     return Path(config.run_dir)
 
@@ -99,6 +102,7 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     rules.check(config, num_ranks=context.world_size, run=True)
     inputs.check(config)
+    trackers.check_installed(config.track)
     if config.relocate.enabled and config.has_stages:
         relocate.check(config)
     if reads_benchmarks:

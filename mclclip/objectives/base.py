@@ -10,12 +10,9 @@ A configuration names one objective, or a list of them whose weighted losses are
 
 from __future__ import annotations
 
-import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -437,14 +434,8 @@ class ObjectiveSum(Objective):
 
 def kinds() -> list[str]:
     """Returns every kind that a configuration may name, of this folder and of other packages."""
-    others = _plugins(tuple(sys.path)).names
+    others = shipped.installed(ENTRY_POINTS).names
     return sorted({*shipped.plugins("objectives"), *_MODULES, *others})
-
-
-@functools.cache
-def _plugins(path: tuple[str, ...]) -> EntryPoints:
-    """Returns the entry points of other packages' objectives, found on ``sys.path``."""
-    return entry_points(group=ENTRY_POINTS)
 
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
@@ -453,7 +444,7 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
     if kind not in kinds():
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
-    if points := _plugins(tuple(sys.path)).select(name=kind):
+    if points := shipped.installed(ENTRY_POINTS).select(name=kind):
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:

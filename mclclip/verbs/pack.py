@@ -97,7 +97,7 @@ def pack(
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
     step = Shards(
-        images=os.path.abspath(table.root),
+        images=table.place,
         path_column=table.image_column,
         caption_column=tuple(table.caption_columns),
         samples_per_shard=samples_per_shard,
@@ -111,7 +111,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Shards(Step[tuple[Table, Path, Sequence[str]]]):
-    """Captioned pictures as shards; ``images`` is the folder below which they lie."""
+    """Captioned pictures as shards; ``images`` is the folder or the url below which they lie."""
 
     kind = "shards"
     images: str
@@ -207,7 +207,7 @@ def _describe_nothing_usable(
         reasons += f". {spelling}"
     elif missing and not table.holds_images:
         name = missing["examples"][0]
-        there = [p for p in (table.path.parent, source.parent) if os.path.isfile(p / name)]
+        there = [p for p in (Path(table.path).parent, source.parent) if os.path.isfile(p / name)]
         folder = str(there[0] if there else "FOLDER")
         new = [folder] if source != table.path else [folder, "--captions", str(source)]
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"
