@@ -407,7 +407,7 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
     add("--texts", type=parse_path, metavar="FILE", help=texts)
     precision = f"of {several}: numbers in which weights are stored (default: fp32)"
-    add("--precision", choices=["fp32", "fp16"], help=precision)
+    add("--precision", choices=["fp32", "fp16", "int8"], help=precision)
 
 
 def _add_figures(verbs: Any) -> None:
