@@ -501,7 +501,7 @@ def set_image_size(visual: Any) -> None:
     open_clip builds it for the size that timm's name stands for. Raises ValueError if timm cannot
     change it.
     """
-    trunk = getattr(visual, "trunk", None)
+    trunk: Any = getattr(visual, "trunk", None)
     patches = getattr(trunk, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     if size is None or getattr(trunk, "dynamic_img_size", False):

@@ -72,8 +72,9 @@ def load_towers(
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
     that do not fit or had another activation, a projector beside a text tower, a text tower that
-    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if files are missing, or neither cached nor
-    reachable on the hub. Torch's global generators are neither used nor changed.
+    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if
+    files are missing, or neither cached nor reachable on the hub. Torch's global generators are neither
+    used nor changed.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     if image_size is not None:
