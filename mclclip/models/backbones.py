@@ -46,7 +46,6 @@ from mclclip.models.towers import (
     belongs,
     layout_or_reason,
     number_blocks,
-    pair,
     present,
 )
 from mclclip.util import files
@@ -482,40 +481,3 @@ def _chain(whole: _Call, calls: Sequence[_Call], groups: dict[str, int]) -> list
 
 def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
     return {group for parameter, group in groups.items() if belongs(parameter, (name,))}
-
-
-def patch_size(visual: Any) -> tuple[int, int]:
-    """Returns height and width of an image tower's patches in pixels; 1 if it takes any image size.
-
-    A position in the attention pool of open_clip's ResNets stands for 32 x 32 pixels.
-    """
-    if hasattr(visual, "attnpool"):
-        return 32, 32
-    patches = getattr(getattr(visual, "trunk", visual), "patch_embed", visual)
-    return pair(getattr(patches, "patch_size", 1))
-
-
-def set_image_size(visual: Any) -> None:
-    """Makes the trunk of open_clip's `TimmModel` take pictures of the tower's `image_size`.
-
-    open_clip builds it for the size that timm's name stands for. Raises ValueError if timm cannot
-    change it.
-    """
-    trunk: Any = getattr(visual, "trunk", None)
-    patches = getattr(trunk, "patch_embed", None)
-    size = getattr(patches, "img_size", None)
-    if size is None or getattr(trunk, "dynamic_img_size", False):
-        return
-    # A hybrid's convolutions (`backbone`) take any size; learned positions do not.
-    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
-    positions = getattr(trunk, "pos_embed", None) is not None
-    if not (strict or positions) or tuple(size) == tuple(visual.image_size):
-        return
-    try:
-        trunk.set_input_size(tuple(visual.image_size))
-    except Exception as error:  # timm's towers fail in many ways, or have no such method
-        raise ValueError(
-            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {size[0]} "
-            f"pixels only ({files.message_of(error, 120)}): leave image_size out, or name the "
-            "tower of that size"
-        ) from error

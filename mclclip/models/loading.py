@@ -23,6 +23,7 @@ from mclclip.models import (
     transformers_folder,
     weights,
 )
+from mclclip.models.image_size import check_patches, with_image_size
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.parameters import freeze
@@ -73,27 +74,21 @@ def load_towers(
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
     that do not fit or had another activation, a projector beside a text tower, a text tower that
     cannot be stretched, and an image size that patches do not divide; FileNotFoundError if
-    files are missing, or neither cached nor reachable on the hub. Torch's global generators are neither
-    used nor changed.
+    files are missing, or not reachable on the hub. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     if image_size is not None:
-        config = _with_image_size(config, image_size)
-    model_cfg, tokenizer = config["model_cfg"], None
-    if text and "text_cfg" in model_cfg:
-        _check_clip(name, model_cfg, projector)
-        if long_context:
-            model_cfg = towers.longer_config(model_cfg)
-        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
-        _check_patches(exported.visual, image_size)
-        vocabulary = clip.vocabulary(exported)
-        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
-        if file:
-            clip.fill(exported, file)
-        if long_context:
-            towers.stretch(exported)
+        config = with_image_size(config, image_size)
+    tokenizer = None
+    if text and "text_cfg" in config["model_cfg"]:
+        _check_clip(name, config["model_cfg"], projector)
+        random_text = bool(file) or not load_weights
+        exported, model_cfg, tokenizer = _build_clip(
+            config, file, directory, seed, random_text=random_text, long_context=long_context
+        )
     else:
-        exported, model_cfg = _build_image_tower(config, file, seed, _where(name), image_size)
+        exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+    check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
@@ -107,27 +102,6 @@ def load_towers(
         return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
 
 
-def _with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, Any]:
-    """Returns a model's configuration with pictures of another size."""
-    model_cfg = config["model_cfg"]
-    vision = {**model_cfg["vision_cfg"], "image_size": image_size}
-    return {**config, "model_cfg": {**model_cfg, "vision_cfg": vision}}
-
-
-def _check_patches(visual: Any, image_size: int | None) -> None:
-    """Raises ValueError if the option `image_size` is set and no multiple of the tower's patches.
-
-    The patches of open_clip's ResNets are the 32 x 32 pixels of a position in their last layer.
-    """
-    patch = backbones.patch_size(visual)
-    if image_size is not None and any(image_size % side for side in patch):
-        near = image_size - image_size % patch[0]
-        raise ValueError(
-            f"image_size is {image_size}, which patches of {patch[0]} pixels do not divide: give a "
-            f"multiple, such as {near or patch[0]} or {near + patch[0]}"
-        )
-
-
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
     """Raises ValueError for a CoCa, and for a projector on a model with a text tower."""
     if "multimodal_cfg" in model_cfg:
@@ -139,8 +113,34 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
         )
 
 
+def _build_clip(
+    config: dict[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    *,
+    random_text: bool,
+    long_context: bool,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds open_clip's module and loads its weights from `file`, if there is one.
+
+    Returns it with its model config and its tokenizer.
+    """
+    model_cfg = config["model_cfg"]
+    if long_context:
+        model_cfg = towers.longer_config(model_cfg)
+    exported = clip.build(config, seed, random_text)
+    vocabulary = clip.vocabulary(exported)
+    tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+    if file:
+        clip.fill(exported, file)
+    if long_context:
+        towers.stretch(exported)
+    return exported, model_cfg, tokenizer
+
+
 def _build_image_tower(
-    config: Mapping[str, Any], file: Path | None, seed: int, where: str, image_size: int | None
+    config: Mapping[str, Any], file: Path | None, seed: int, where: str
 ) -> tuple[Any, dict[str, Any]]:
     """Builds an image tower alone and loads its weights from `file`, if there is one.
 
@@ -153,7 +153,6 @@ def _build_image_tower(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             visual = backbones.BackboneTower(backbone, where)
-        _check_patches(visual, image_size)
         if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
             raise ValueError(
                 f"embed_dim of {where} is {model_cfg['embed_dim']}, but {backbone.backbone} gives "
@@ -167,7 +166,6 @@ def _build_image_tower(
         if not of_clip:
             config = {**config, "model_cfg": image_cfg | {"text_cfg": dict(_SMALLEST_TEXT)}}
         whole = clip.build(config, seed, random_text=True)
-        _check_patches(whole.visual, image_size)
         if file is not None and of_clip:
             clip.fill(whole, file)
             file = None
