@@ -366,6 +366,8 @@ RULES: tuple[Rule, ...] = (
              because="it draws other texts in every epoch, and text embeddings are stored once: "
              "set train.cached_text=false, which runs the text tower, or leave train.sentences "
              "out"),
+    excludes("TRAINING.objective.reads.widths", "model.projector",
+             because="exports leave the projector behind, whose widths these are: leave one out"),
     # --- objectives that hold the model near stage 0
     excludes(_READS_STAGE_0, "train.start!=base",
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
