@@ -377,11 +377,12 @@ def evaluate(
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = split_name(where)
-        identity = on_main(partial(identity_of, location, pretrained))
+        whole = on_main(partial(identity_of, location, pretrained))
+        identities = {None: whole} | {width: digest_json([whole, width]) for width in widths}
         earlier = [] if force is Remake.ALL else on_main(partial(results.read, path))
         pending = {
-            width: _pending(benchmarks, earlier, name, width, identity, precision)
-            for width in (None, *widths)
+            width: _pending(benchmarks, earlier, name_at(name, width), identity, precision)
+            for width, identity in identities.items()
         }
         if not any(pending.values()):
             if benchmarks:
@@ -391,16 +392,12 @@ def evaluate(
             partial(load_model, location, pretrained, device=str(context.device))
         )
         trained_on = on_main(partial(_trained_on, [location], config))
-        narrowest = min(stage.embed_dim for stage in encoder.stages)
         for width, some in pending.items():
-            if width is not None and width > narrowest:
-                log.warning("%s has features of %d numbers, no %d", name, narrowest, width)
-            if not some or (width is not None and width >= narrowest):
+            if not some or (width is not None and not _is_wider(encoder, name, width)):
                 continue
             measured = encoder if width is None else encoder.cut(width)
             judge = SuiteJudge(some, context, trained_on, choices or {}, settings)
-            of_width = _of_width(identity, width)
-            rows += judge.measure(measured, path, name_at(name, width), of_width)
+            rows += judge.measure(measured, path, name_at(name, width), identities[width])
     return rows
 
 
@@ -409,26 +406,29 @@ def name_at(name: str, width: int | None) -> str:
     return name if width is None else f"{name}:{width}"
 
 
-def _of_width(identity: str, width: int | None) -> str:
-    return identity if width is None else digest_json([identity, width])
+def _is_wider(encoder: Encoder, name: str, width: int) -> bool:
+    """Returns True if the features of each stage have more than ``width`` numbers, and warns if
+    they have fewer."""
+    dim: int = min(stage.embed_dim for stage in encoder.stages)
+    if dim < width:
+        log.warning("%s has features of %d numbers: no width %d of them", name, dim, width)
+    return dim > width
 
 
 def _pending(
     benchmarks: Mapping[str, BenchmarkConfig],
     earlier: Sequence[Result],
     name: str,
-    width: int | None,
     identity: str,
     precision: str,
 ) -> dict[str, BenchmarkConfig]:
-    """Returns the benchmarks on which the ``earlier`` rows do not have a model at a width."""
-    own = [row for row in earlier if row.model == name_at(name, width)]
+    """Returns the benchmarks of which the ``earlier`` rows have none of this model."""
+    own = [row for row in earlier if row.model == name]
     digests = {row.benchmark: row.protocol.get("evaluation") for row in own}
-    of_width = _of_width(identity, width)
     return {
         title: benchmark
         for title, benchmark in benchmarks.items()
-        if digests.get(title) != evaluation_digest(benchmark, of_width, precision)
+        if digests.get(title) != evaluation_digest(benchmark, identity, precision)
     }
 
 
