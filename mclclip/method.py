@@ -147,7 +147,8 @@ def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str
         if encoders is None or name in ("stage_0", *encoders)
     }
     if compared:
-        evaluation.evaluate(config, context, compared, path=layout.results)
+        widths = sorted(config.train.objective.reads.widths)
+        evaluation.evaluate(config, context, compared, path=layout.results, widths=widths)
 
 
 # --- within a training --------------------------------------------------------------------------

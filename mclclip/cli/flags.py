@@ -406,6 +406,7 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--images", type=parse_path, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
     add("--texts", type=parse_path, metavar="FILE", help=texts)
+    add("--width", type=_POSITIVE, help="keep the first so many numbers of features (default: all)")
     precision = f"of {several}: numbers in which weights are stored (default: fp32)"
     add("--precision", choices=["fp32", "fp16", "int8"], help=precision)
 
@@ -420,6 +421,8 @@ def _add_figures(verbs: Any) -> None:
     add("--suite", help="a shipped suite (mcl) or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
     add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
+    widths = "the first so many numbers of features too (default: those that were trained)"
+    add("--widths", type=_POSITIVE, help=widths, **_SEVERAL)
     add("--details", action="store_true", help="show further directions and optimistic figures too")
     verb = _add(verbs, "analyse", "")
     figures = "some figures, such as tsne; default: all that the run has data for"

@@ -287,6 +287,8 @@ RULES: tuple[Rule, ...] = (
              because="it draws other texts in every epoch, and text embeddings are stored once: "
              "set train.cached_text=false, which runs the text tower, or leave train.sentences "
              "out"),
+    excludes("TRAINING.objective.reads.widths", "model.projector",
+             because="exports leave the projector behind, whose widths these are: leave one out"),
     # --- objectives that read other encoders
     excludes(_NEAR_START, "train.start!=base",
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),

@@ -59,6 +59,8 @@ class Encoder(nn.Module):
     through the first `num_trunk_blocks` blocks once, in the first stage's model; these blocks must
     be equal in all stages. With 0 blocks every stage runs completely. The logit scale is that of
     the first stage.
+
+    `width`: the first so many numbers of each stage's features are its features (`cut`).
     """
 
     stages: Any
@@ -70,6 +72,7 @@ class Encoder(nn.Module):
         *,
         num_trunk_blocks: int = 0,
         shared_text: bool = True,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         if variant not in (None, *get_args(Variant)):
@@ -79,7 +82,8 @@ class Encoder(nn.Module):
         self.variant = variant
         self.num_trunk_blocks = num_trunk_blocks
         self.shared_text = shared_text
-        self.embed_dim = sum(stage.embed_dim for stage in stages)
+        self.width = width
+        self.embed_dim = sum(stage.embed_dim if width is None else width for stage in stages)
         self.logit_scale = stages[0].logit_scale().item()
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
@@ -114,22 +118,39 @@ class Encoder(nn.Module):
         both: tuple[Tensor, Tensor] = self.stages[0].normalization
         return both
 
+    def cut(self, width: int) -> "Encoder":
+        """Returns the encoder of the first `width` numbers of each stage's features; the models are
+        the same. Raises ValueError for a width that is not from 1 to each stage's.
+
+        `narrow.narrow_encoder` makes models of them, which can be exported.
+        """
+        dim = min(stage.embed_dim for stage in self.stages)
+        if not 0 < width <= dim:
+            raise ValueError(f"width={width} is of features of {dim} numbers: wanted 1 to {dim}")
+        return Encoder(
+            [*self.stages],
+            self.variant,
+            num_trunk_blocks=self.num_trunk_blocks,
+            shared_text=self.shared_text,
+            width=width,
+        )
+
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
         """[B, 3, H, W] -> features [B, D] of each stage, not of unit length. Trunks run once."""
         images, number = images.to(self.device), self.num_trunk_blocks
         if not number:
-            return [model.encode_image(images) for model in self.stages]
+            return [model.encode_image(images)[:, : self.width] for model in self.stages]
         hidden = self.stages[0].encode_trunk(images, number)
-        return [model.encode_tail(hidden, number) for model in self.stages]
+        return [model.encode_tail(hidden, number)[:, : self.width] for model in self.stages]
 
     @torch.no_grad()
     def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
         """[B, context] int64 -> every stage's text features [B, D], not of unit length."""
         tokens = tokens.to(self.device)
         if self.shared_text:
-            return [self.stages[0].encode_text(tokens)] * len(self.stages)
-        return [model.encode_text(tokens) for model in self.stages]
+            return [self.stages[0].encode_text(tokens)[:, : self.width]] * len(self.stages)
+        return [model.encode_text(tokens)[:, : self.width] for model in self.stages]
 
     @overload
     def encode_image(self, images: Tensor) -> Tensor: ...

@@ -78,6 +78,8 @@ CASES = [
          then="train.cached_text=false"),
     case("train.start", f"{HELD} | train.start=previous", then="train.start=base"),
     case("model.projector", f"{HELD} | model.projector=[4]", then="model.projector=[]"),
+    case("model.projector", f"{VIEWS} | train.objective.widths=[4] | model.projector=[8]",
+         then="model.projector=[]"),
     case("embed.feature", f"{HELD} | embed.feature=pooled", then=HELD_EXACTLY),
     case("train.sentences", f"{HELD} | train.sentences={{}}", then=HELD_EXACTLY),
     case("train.lock.image_blocks", "train.lock.image_blocks=4", then="train.lock.image_blocks=3"),
