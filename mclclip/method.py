@@ -4,10 +4,11 @@ each stage embed -> cluster -> train -> export -> evaluate; then join.
 MCL: "Learning the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (Zhang et
 al., 2024, arXiv:2402.11816).
 
-Stage 0 is the given encoder, which is trained first if the options have ``base``. Every stage
-s >= 1 starts from stage 0's weights (unless ``train.start`` or ``trained_model`` says otherwise).
-Its batches are groups of samples that the encoders of stages 0..s-1 put into the same clusters. The
-controls repeat these trainings without groups, or with permuted ones, for as many steps.
+Stage 0 is the given encoder, which is trained first if the options have ``base``. Encoders that
+trainings learn from (teachers) are embedded before. Every stage s >= 1 starts from stage 0's
+weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
+samples that the encoders of stages 0..s-1 put into the same clusters. The controls repeat these
+trainings without groups, or with permuted ones, for as many steps.
 
 Finished artifacts are skipped, so the same command resumes a run that was killed anywhere.
 """
@@ -47,9 +48,13 @@ def run(
     collectives.on_main(lambda: check(config, context))
     with _recorded(config, context):
         inputs.check_samples(config, index.run(config, context, force=force))
-        for teacher in config.teachers:
-            embed.run(config, context, encoder=teacher, force=force)
+        teachers = {}
+        for teacher, reads_texts in config.teachers.items():
+            folder = embed.run(config, context, encoder=teacher, force=force).parent
+            if reads_texts:  # so it can be evaluated on every benchmark
+                teachers[f"teacher_{folder.name}"] = folder / "export"
         _stage(config, context, 0, "mcl", force)
+        _evaluate(config, context, "mcl", teachers)
         for variant in ["mcl", *config.controls] if only is None else [only]:
             if variant != "mcl":
                 log.info("--- control: %s", variant)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from pydantic import PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveFloat
+from pydantic.types import NonNegativeFloat
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
@@ -307,8 +307,8 @@ class ObjectiveOptions:
     """Options of an objective; ``kind`` says of which."""
 
     kind: str
-    weight: PositiveFloat = 1.0
-    """Factor of its loss in a list of objectives."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of its loss in a list of objectives; with 0 it is only measured."""
 
     @property
     def reads(self) -> Reads:

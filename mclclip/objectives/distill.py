@@ -202,7 +202,7 @@ def _projection(inputs: ObjectiveInputs, width: int, of_teacher: int) -> nn.Line
         weight = torch.empty(of_teacher, width, dtype=inputs.dtype)
         with torch.no_grad():
             projection.weight.copy_(nn.init.orthogonal_(weight, generator=random))
-    return projection.to(inputs.context.device)
+    return projection
 
 
 class _Seeing:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -141,30 +141,28 @@ def _objective_inputs(
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
-    shapes = {
-        encoder: _load(config.model) if encoder is None else load_shapes(split_name(encoder)[0])
-        for encoder, _ in options.objective.reads.encoders
-    }
     return ObjectiveInputs(
         model=model,
         context=Context(0, machine.ranks, device=_META),
         seed=0,
         precision=options.precision,
         classes=cast(Any, SimpleNamespace(num_classes=num_classes)),
-        teacher=partial(_teacher, shapes),
+        teacher=_teachers(config, options),
         shapes_only=True,
     )
 
 
-def _teacher(shapes: Mapping[str | None, Model], name: str | None, fake: bool = False) -> Teacher:
-    """Returns an encoder that an objective reads, without values: ``shapes`` has it."""
-    model = shapes[name]
-
-    def load() -> Model:
-        copied = copy.deepcopy(model)
-        return copied.to_empty(device="cpu") if fake else copied
-
-    return Teacher(model.embed_dim, 1.0 if model.reads_texts else None, load)
+def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
+    """Returns what gives the encoders that an objective reads, without values; those that are
+    ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
+    made: dict[tuple[str | None, bool], Teacher] = {}
+    for name in {encoder for encoder, _ in options.objective.reads.encoders}:
+        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
+        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
+        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
+        made[name, True] = Teacher(*values, cache(faking))
+    return lambda name, fake=False: made[name, fake]
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:

@@ -266,13 +266,11 @@ CASES: dict[str, Case] = {
     "distill-features": Case(
         {"kind": "distill", "teacher": "wide", "what": "features", "end_factor": 0.5},
         loops.distilled("features", prefix="wide/", end=0.5),
-        cached=False,
     ),
     "distill-squared": Case(
         {"kind": "distill", "teacher": "wide", "what": "features", "distance": "squared"}
         | {"between": "images", "num_views": 2},
         loops.distilled("features", "image_features", prefix="wide/", views=2, squared=True),
-        cached=False,
     ),
     "distill-exact": Case(
         {"kind": "distill", "exact": True, "temperature": 0.2},

@@ -373,7 +373,7 @@ WRONG = [
     wrong("distill", "distance belongs to what=features", distance="squared"),
     wrong("distill", "'cosine' or 'squared'", what="features", distance="euclidean"),
     wrong("ifm", "weight=0.5 is for one of several objectives", weight=0.5),
-    wrong("ifm", "weight", weight=0.0),
+    wrong("ifm", "weight", weight=-0.5),
 ]  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def test_a_run_embeds_its_teachers_and_exports_the_student_alone(taught: Path) -
     student, wanted = load_towers(layout.export(1)), load_towers(STUDENT)
     assert student.embed_dim == 6 and student.state_dict().keys() == wanted.state_dict().keys()
     figures = (taught / "results.jsonl").read_text()
-    assert '"stage_0"' in figures and '"stage_1"' in figures
+    names = {row["model"] for row in map(json.loads, figures.splitlines())}
+    assert names == {"stage_0", "stage_1", f"teacher_{TEACHER}"}
 
 
 def test_a_teacher_is_embedded_as_it_encodes(taught: Path, data: Path) -> None:
@@ -139,6 +140,20 @@ def test_the_same_encoder_sees_what_is_stored(taught: Path, data: Path, tmp_path
         rows = tiny.rows(run_dir / "stage_1/train/metrics.jsonl")
         found[exact] = [row["1_distill/loss"] for row in rows]
     np.testing.assert_allclose(found[True], found[False], rtol=1e-3)
+
+
+def test_a_weight_of_0_gives_the_bits_of_a_training_without_a_teacher(
+    taught: Path, data: Path, tmp_path: Path
+) -> None:
+    digests = []
+    for terms in [], [{"weight": 0.0}, {"teacher": TEACHER, "what": "features", "weight": 0.0}]:
+        run_dir = tmp_path / str(len(terms))
+        shutil.copytree(taught, run_dir)
+        config = options(run_dir, data, of_teachers(*terms))
+        train.run(config, SINGLE, stage=1, force=Remake.UNFIT)
+        export.stage(config, SINGLE, stage=1, force=Remake.UNFIT)
+        digests.append(tiny.digests(run_dir / "stage_1/export", "*.safetensors"))
+    assert digests[0] == digests[1] and digests[0]
 
 
 def big() -> dict[str, Any]:
