@@ -29,7 +29,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
       controls/ungrouped/       stage_1/ ... exports/    the same layout again
       controls/random_groups/   likewise
-      results.jsonl             outcomes/  report.html
+      results.jsonl             outcomes/  report.html  verdict.md
 """
 
 from __future__ import annotations
