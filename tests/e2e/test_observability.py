@@ -42,9 +42,8 @@ class Offline:
 def trained(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a training that was pre-empted once, and its whole log."""
     folder = tmp_path_factory.mktemp("observability")
-    sinks = [
-        n for n in ("mlflow", "tensorboard", "wandb") if importlib.util.find_spec(n) is not None
-    ]
+    names = ("mlflow", "tensorboard", "wandb")
+    installed = [name for name in names if importlib.util.find_spec(name) is not None]
     config = tiny.write_config(
         folder / "config.yaml", folder / "run", data, *OPTIONS, f"track={json.dumps(installed)}"
     )
