@@ -195,7 +195,8 @@ def _add_finetune(verbs: Any) -> None:
 
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
-    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
+    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards, "
+    source += "or hf://datasets/ORG/NAME of the Hugging Face hub"
     add("source", metavar="SOURCE", type=parse_path, help=source)
     captions = "captions of the pictures in the folder"
     add("--captions", metavar="TABLE", type=parse_path, help=captions)

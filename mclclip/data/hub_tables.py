@@ -48,7 +48,7 @@ def open_split(source: Path, ask: Ask) -> tuple[HubSplit, Format]:
     Raises ValueError if the name is none or the data set cannot be read, and the errors of ``ask``
     if it has several subsets or splits and the name does not choose one.
     """
-    if (match := _NAME.fullmatch(str(source))) is None:
+    if (match := _NAME.fullmatch(str(source))) is None or source.suffix == ".tar":
         raise ValueError(
             f"hf://{str(source)[3:].lstrip('/')} names no data set: wanted "
             "hf://datasets/ORG/NAME, or with @REVISION, /SPLIT or /SUBSET/SPLIT behind it; shards "

@@ -151,7 +151,10 @@ def open_table(
     ask = partial(_complete, command, Path(path))
     if protocol_of(source) == "hf":
         if captions is not None:
-            raise ValueError(f"captions: {captions} is a table for a folder, and {source} is none")
+            raise ValueError(
+                f"captions: {captions} is for a folder of pictures; a data set of the hub has them "
+                "in its own columns (--caption-column)"
+            )
         split, table = open_split(source, ask)
         path, root, files, inputs = split.url, source, list[Path](), split.inputs
     else:

@@ -26,7 +26,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
       blindspots/stage_0-stage_2/  pairs.jsonl  weights.npy  gallery.png  benchmark/  ...
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
       controls/ungrouped/       stage_1/ ... exports/    the same layout; random_groups/ likewise
-      results.jsonl             outcomes/  report.html
+      results.jsonl             outcomes/  report.html  verdict.md
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Credentials come from the environment variables that obstore documents (``AWS_ACCESS_KEY_ID``,
 ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...), for
-HTTP from ``~/.netrc``, and for ``hf://`` from ``HF_TOKEN``. They are not sent to another host on a
-redirect.
+HTTP from ``~/.netrc``, and for ``hf://`` from ``HF_TOKEN`` or ``hf auth login``. They are not sent
+to another host on a redirect.
 
 obstore's threads do not survive a fork: a forked child that used them would hang together with its
 parent. So `open_store` refuses a process that was forked after its parent had used obstore, and a
@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore.store
+from huggingface_hub import get_token
 
 from mclclip.util.files import printable
 from mclclip.util.options import protocol_of
@@ -47,7 +48,7 @@ def open_store(url: str, retries: int, timeout_s: float) -> tuple[Any, str]:
         host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         url = f"{host}/api/datasets/{name}/revision/{revision}"
         url = f"{host}/datasets/{name}/resolve/{revision}/{file}" if file else url
-        header = f"Bearer {os.environ['HF_TOKEN']}" if os.environ.get("HF_TOKEN") else ""
+        header = f"Bearer {token}" if (token := get_token()) else ""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         base, path = f"{parts.scheme}://{parts.netloc}", url.split("/", 3)[3:]

@@ -68,7 +68,8 @@ def pack(
     command: Sequence[str] = (),
 ) -> Manifest:
     """Packs the pictures of ``source`` with their captions, from ``source`` itself or from
-    ``captions``, a table; ``open_table`` lists the formats of both.
+    ``captions``, a table; ``open_table`` lists the formats of both. A data set of the Hugging Face
+    hub is ``Path("hf://datasets/ORG/NAME")``.
 
     Shards may be given to others, so only images below ``source`` (or the folder of the table) and
     ``allow_roots`` are packed, after links are followed. Further columns of an image's first row go

@@ -76,7 +76,7 @@ def environment(folder: Path, server: ShardServer) -> dict[str, str]:
         "HF_ENDPOINT": server.url("").rstrip("/"),
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(folder / "cache"),
-        "NO_PROXY": "127.0.0.1",
+        "NO_PROXY": "127.0.0.1,localhost",
     }
 
 

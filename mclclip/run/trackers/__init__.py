@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module, util
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -119,10 +120,16 @@ class Attempts(Counter[str]):
 
 
 class Trackers:
-    """The open trackers by name. Their calls raise no error; ``lost`` counts those that failed."""
+    """The open trackers by name. Their calls raise no error: ``lost`` counts those that failed.
+
+    A thread makes the calls of each tracker in their order, so that a slow network holds up no step
+    of a training.
+    """
 
     def __init__(self, by_name: Mapping[str, Tracker] | None = None) -> None:
         self.by_name, self.lost = dict(by_name or {}), Attempts()
+        self._calls: dict[str, SimpleQueue[Callable[[], object] | None]] = {}
+        self._threads: dict[str, threading.Thread] = {}
 
     @classmethod
     def open(cls, names: Iterable[str], directory: Path, *, config: Mapping[str, Any]) -> Trackers:
@@ -131,37 +138,45 @@ class Trackers:
         One that does not start (no network, no key, a full disk) is left out with a warning. Raises
         ValueError if its package is not installed.
         """
-        opened = cls()
-        shown = parse_json(
-            printable(json.dumps(config)), "config"
-        )  # hides secrets, such as in signed urls
+        by_name: dict[str, Tracker] = {}
+        # Hides secrets, such as in signed urls.
+        shown = parse_json(printable(json.dumps(config)), "config")
         for name in names:
             try:
-                opened.by_name[name] = _open(name, directory / name, shown)
+                by_name[name] = _open(name, directory / name, shown)
             except ImportError as error:
                 raise ValueError(_describe_missing(name)) from error
             except Exception as error:  # whatever its package raises
                 log.warning("%s does not start (%s): the run goes on without", name, line_of(error))
-        return opened
+        return cls(by_name)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Logs a row of metrics to all of them."""
         for name, tracker in self.by_name.items():
-            self.lost.run(name, partial(tracker.write, step, row))
+            self._call(name, partial(tracker.write, step, row))
 
     def attach(self, path: Path) -> None:
         """Logs a file to all of them."""
         for name, tracker in self.by_name.items():
-            self.lost.run(name, partial(tracker.attach, path))
+            self._call(name, partial(tracker.attach, path))
 
     def close(self) -> None:
         """Closes all of them. Waits `CLOSE_S` seconds at most for each."""
         for name, tracker in self.by_name.items():
-            # This runs in a thread, since a tracker may wait for the network for ever.
-            closing = threading.Thread(
-                target=self.lost.run, args=(name, tracker.close), daemon=True
-            )
-            closing.start()
-            closing.join(CLOSE_S)
-            if closing.is_alive():
+            self._call(name, tracker.close)
+            self._calls[name].put(None)
+            self._threads[name].join(CLOSE_S)
+            if self._threads[name].is_alive():
                 log.warning("%s was not closed after %g s: not waiting longer", name, CLOSE_S)
+
+    def _call(self, name: str, work: Callable[[], object]) -> None:
+        if name not in self._threads:
+            self._calls[name] = SimpleQueue()
+            self._threads[name] = threading.Thread(target=self._work, args=(name,), daemon=True)
+            self._threads[name].start()
+        self._calls[name].put(work)
+
+    def _work(self, name: str) -> None:
+        """Makes the calls of one tracker, in a thread of its own, until it is closed."""
+        while (work := self._calls[name].get()) is not None:
+            self.lost.run(name, work)

@@ -22,11 +22,10 @@ _MOST_PARAMS, _LONGEST_PARAM = 100, 500  # of one request; of one value in all v
 
 
 class MLflow(Tracker):
-    """A run of MLflow; files become artifacts. Rows are sent by a thread of MLflow's."""
+    """A run of MLflow; files become artifacts."""
 
     def __init__(self, client: Any, run_id: str) -> None:
         self.client, self.run_id = client, run_id
-        self.sent: list[Any] = []
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Logs every number of a row as a metric. MLflow's names have no '@', so '_' stands for
@@ -36,21 +35,21 @@ class MLflow(Tracker):
             Metric(re.sub(r"[^\w .:/-]", "_", name), value, now, step)
             for name, value in numbers_of(row).items()
         ]
-        self.sent.append(self.client.log_batch(self.run_id, metrics, synchronous=False))
+        self.client.log_batch(self.run_id, metrics)
 
     def attach(self, path: Path) -> None:
         """Logs a file, in the place of an earlier one of its name."""
         self.client.log_artifact(self.run_id, str(path))
 
     def close(self) -> None:
-        """Waits for the rows. The run counts as finished until a resumed process goes on."""
-        for each in self.sent:
-            each.wait()
+        """Ends the run, which counts as finished until a resumed process goes on."""
         self.client.set_terminated(self.run_id)
 
 
 def open_tracker(directory: Path, *, name: str, config: Mapping[str, Any]) -> MLflow:
     """Begins a run of MLflow whose parameters are the options, or goes on in it."""
+    # By default a server that is not there is asked for four minutes before an error is raised.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     client: Any = mlflow.MlflowClient()
     run_id = read_or_write_id(directory, lambda: _begin(client, name, config))
     client.update_run(run_id, status="RUNNING")

@@ -49,7 +49,7 @@ FAST = RemoteOptions(retries=2, timeout_s=60.0)
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,127.0.0.2")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,127.0.0.2,localhost")
 
 
 @pytest.fixture

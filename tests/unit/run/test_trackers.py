@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,25 @@ def test_a_tracker_that_does_not_start_is_left_out(
     with caplog.at_level(logging.WARNING, "mclclip"):
         assert not Trackers.open(["wandb"], tmp_path, config={}).by_name
     assert "wandb" in caplog.text and "no API key" in caplog.text
+
+
+def test_a_tracker_that_is_slow_holds_nothing_up_and_gets_all_rows() -> None:
+    class Slow(Tracker):
+        def __init__(self) -> None:
+            self.answer, self.steps = threading.Event(), list[int]()
+
+        def write(self, step: int, row: Mapping[str, Any]) -> None:
+            self.answer.wait()
+            self.steps.append(step)
+
+    slow = Slow()
+    opened = Trackers({"slow": slow})
+    for step in range(100):
+        opened.write(step, {})
+    assert slow.steps == []
+    slow.answer.set()
+    opened.close()
+    assert slow.steps == [*range(100)]
 
 
 def test_a_file_that_is_not_taken_ends_nothing(tmp_path: Path) -> None:
