@@ -87,15 +87,15 @@ class Case(NamedTuple):
 CASES = {
     "hf": Case(
         by_transformers,
-        ["long", "vit", "siglip", "siglip_flat", "apart_stage_norm"],
+        ["long", "vit", "siglip", "siglip_flat", "sized_siglip", "apart_stage_norm"],
         ["quick_gelu", "concat_raw"],
     ),
     "onnx": Case(
         by_onnxruntime,
-        ["vit", "resnet", "concat_stage_norm"],
-        ["long", "image_encoder", "concat_raw", "test_convnext", "test_vit"],
+        ["vit", "sized_resnet", "concat_stage_norm"],
+        ["resnet", "long", "image_encoder", "concat_raw", "test_convnext", "sized_test_vit"],
     ),
-    "open_clip": Case(by_open_clip, ["vit"], ["long"]),
+    "open_clip": Case(by_open_clip, ["sized_vit"], ["long"]),
 }
 QUICK = [(to, kind) for to, case in CASES.items() for kind in case.kinds]
 MORE = [(to, kind) for to, case in CASES.items() for kind in case.more]
