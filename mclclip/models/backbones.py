@@ -18,7 +18,7 @@ module is the unchanged input of the next, the tower is a chain of these modules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ from mclclip.models.towers import (
     number_blocks,
     pair,
     present,
+    resized_positions,
 )
 from mclclip.util import files
 from mclclip.util.options import STRICT, brief, first_problem, nearest
@@ -155,11 +156,16 @@ class BackboneTower(nn.Module):
         )
         self.preprocess_cfg = asdict(self.pixels)
 
-    def transforms(self, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
+    def transforms(
+        self, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+    ) -> transforms.Pair:
         """Returns the transforms of training (SimCLR's, unless `augmentation` names another kind)
-        and of validation (no augmentation)."""
+        and of validation (no augmentation); ``image_size``: for pictures of another size."""
         options = {transforms.KIND: "simclr"} | dict(augmentation or {})
-        return transforms.training(self.pixels, options), transforms.PlainTransform(self.pixels)
+        pixels = self.pixels
+        if image_size is not None:
+            pixels = replace(pixels, size=(image_size, image_size))
+        return transforms.training(pixels, options), transforms.PlainTransform(pixels)
 
     def layout(self) -> ImageLayout | str:
         """Returns the tower's layout, or why it cannot be split or locked by block."""
@@ -298,8 +304,12 @@ def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:
 
 def _start_vit(tower: Any, images: Tensor) -> tuple[Tensor, None]:
     """Returns the input of a ViT's first block; in a hybrid ViT its convolutions run here too."""
-    trunk = tower.trunk
-    return trunk.norm_pre(trunk.patch_drop(trunk._pos_embed(trunk.patch_embed(images)))), None
+    trunk, patches = tower.trunk, tower.trunk.patch_embed
+    grid = patches.grid_size
+    if not trunk.dynamic_img_size:  # else timm resizes positions itself
+        grid = patches.dynamic_feat_size(tuple(images.shape[-2:]))
+    with resized_positions(trunk, "pos_embed", patches.grid_size, grid):
+        return trunk.norm_pre(trunk.patch_drop(trunk._pos_embed(patches(images)))), None
 
 
 def _start_eva(tower: Any, images: Tensor) -> tuple[Tensor, Any]:
@@ -479,24 +489,47 @@ def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
     return {group for parameter, group in groups.items() if belongs(parameter, (name,))}
 
 
-def patch_size(visual: Any) -> tuple[int, int]:
-    """Returns height and width of an image tower's patches in pixels; 1 if it takes any image size.
+def check_patches(visual: Any, image_size: int | None) -> None:
+    """Raises ValueError if an image size is no multiple of the image tower's patches.
 
-    A position in the attention pool of open_clip's ResNets stands for 32 x 32 pixels.
+    The patches of open_clip's ResNets are the 32 x 32 pixels of a position in their last layer.
+    Towers of convolutions with another pooling take pictures of any size.
     """
-    if hasattr(visual, "attnpool"):
-        return 32, 32
     patches = getattr(getattr(visual, "trunk", visual), "patch_embed", visual)
-    return pair(getattr(patches, "patch_size", 1))
+    sides = (32, 32) if hasattr(visual, "attnpool") else pair(getattr(patches, "patch_size", 1))
+    if image_size is not None and any(image_size % side for side in sides):
+        near = image_size - image_size % sides[0]
+        raise ValueError(
+            f"image_size is {image_size}, which patches of {sides[0]} pixels do not divide: give a "
+            f"multiple, such as {near or sides[0]} or {near + sides[0]}"
+        )
+
+
+def allow_image_size(visual: Any, image_size: int) -> None:
+    """Makes an image tower take pictures of another size than its own, beside its own.
+
+    Raises ValueError if patches do not divide it, or if timm's tower takes pictures of one size.
+    """
+    check_patches(visual, image_size)
+    trunk = getattr(visual, "trunk", None)
+    patches = getattr(trunk, "patch_embed", None)
+    if getattr(patches, "img_size", None) is None:
+        return
+    if getattr(type(trunk), "forward_features", None) is not VisionTransformer.forward_features:
+        raise ValueError(
+            f"image_size is {image_size}, and the image tower is a timm {type(trunk).__name__}, "
+            "which is trained at its own size alone: leave image_size out"
+        )
+    patches.strict_img_size = False  # type: ignore[union-attr]
 
 
 def set_image_size(visual: Any) -> None:
-    """Makes the trunk of open_clip's `TimmModel` take pictures of the tower's `image_size`.
+    """Builds the trunk of open_clip's `TimmModel` anew for pictures of the tower's `image_size`.
 
     open_clip builds it for the size that timm's name stands for. Raises ValueError if timm cannot
     change it.
     """
-    trunk = getattr(visual, "trunk", None)
+    trunk: Any = getattr(visual, "trunk", None)
     patches = getattr(trunk, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     if size is None or getattr(trunk, "dynamic_img_size", False):

@@ -21,6 +21,7 @@ from mclclip.models import (
     state_dicts,
     towers,
     transformers_folder,
+    transforms,
     weights,
 )
 from mclclip.models.lora import add_lora
@@ -70,8 +71,9 @@ def load_towers(
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
     that do not fit or had another activation, a projector beside a text tower, a text tower that
-    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if files are missing, or neither cached nor
-    reachable on the hub. Torch's global generators are neither used nor changed.
+    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if files
+    are missing, or neither cached nor reachable on the hub. Torch's global generators are neither
+    used nor changed.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     if image_size is not None:
@@ -82,7 +84,7 @@ def load_towers(
         if long_context:
             model_cfg = towers.longer_config(model_cfg)
         exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
-        _check_patches(exported.visual, image_size)
+        backbones.check_patches(exported.visual, image_size)
         vocabulary = clip.vocabulary(exported)
         tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
         if file:
@@ -94,14 +96,21 @@ def load_towers(
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
-    if isinstance(visual, backbones.BackboneTower):
-        layout, transforms = visual.layout(), visual.transforms(augmentation)
-    else:
-        layout, transforms = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
+    is_backbone = isinstance(visual, backbones.BackboneTower)
+    layout = visual.layout() if is_backbone else clip.layout_of(visual)
+    pair = _transforms_of(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
+        return Model(exported, whole, layout, pair, tokenizer, projector).eval()
+
+
+def _transforms_of(
+    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+) -> transforms.Pair:
+    if isinstance(visual, backbones.BackboneTower):
+        return visual.transforms(augmentation, image_size)
+    return clip.transforms_of(visual, augmentation, image_size)
 
 
 def _with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, Any]:
@@ -109,20 +118,6 @@ def _with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, An
     model_cfg = config["model_cfg"]
     vision = {**model_cfg["vision_cfg"], "image_size": image_size}
     return {**config, "model_cfg": {**model_cfg, "vision_cfg": vision}}
-
-
-def _check_patches(visual: Any, image_size: int | None) -> None:
-    """Raises ValueError if the option `image_size` is set and no multiple of the tower's patches.
-
-    The patches of open_clip's ResNets are the 32 x 32 pixels of a position in their last layer.
-    """
-    patch = backbones.patch_size(visual)
-    if image_size is not None and any(image_size % side for side in patch):
-        near = image_size - image_size % patch[0]
-        raise ValueError(
-            f"image_size is {image_size}, which patches of {patch[0]} pixels do not divide: give a "
-            f"multiple, such as {near or patch[0]} or {near + patch[0]}"
-        )
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -150,7 +145,7 @@ def _build_image_tower(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             visual = backbones.BackboneTower(backbone, where)
-        _check_patches(visual, image_size)
+        backbones.check_patches(visual, image_size)
         if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
             raise ValueError(
                 f"embed_dim of {where} is {model_cfg['embed_dim']}, but {backbone.backbone} gives "
@@ -164,7 +159,7 @@ def _build_image_tower(
         if not of_clip:
             config = {**config, "model_cfg": image_cfg | {"text_cfg": dict(_SMALLEST_TEXT)}}
         whole = clip.build(config, seed, random_text=True)
-        _check_patches(whole.visual, image_size)
+        backbones.check_patches(whole.visual, image_size)
         if file is not None and of_clip:
             clip.fill(whole, file)
             file = None
@@ -333,6 +328,15 @@ def _where(name: Name) -> str:
     return "the model config" if isinstance(name, Mapping) else str(name)
 
 
+def train_transform(
+    model: Model, augmentation: Mapping[str, Any], image_size: int | None
+) -> transforms.Transform:
+    """Returns a model's training transform for pictures of another size; None: of its own."""
+    if image_size is None:
+        return model.preprocess_train
+    return _transforms_of(model.visual, augmentation, image_size)[0]
+
+
 # --- for training ----------------------------------------------------------------------------
 
 
@@ -345,6 +349,7 @@ def prepare_model(
     precision: str,
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
+    image_sizes: Sequence[int] = (),
 ) -> None:
     """Prepares a model for training, in place.
 
@@ -353,7 +358,12 @@ def prepare_model(
     precision            "float64" converts the model; other precisions are autocast's
     grad_checkpointing   blocks run again in the backward pass instead of keeping activations
     patch_dropout        share of the patches that the image tower drops
+    image_sizes          heights and widths of pictures that it is trained on beside its own
+
+    Raises ValueError for what the towers do not allow.
     """
+    for size in image_sizes:
+        backbones.allow_image_size(model.visual, size)
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
