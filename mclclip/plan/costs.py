@@ -99,8 +99,9 @@ def _operations_of_sample(
     per_epoch = of["steps_per_epoch"][1] if of["steps_per_epoch"] else round(total / options.epochs)
     starts = options.image_sizes(total, per_epoch)
     ends = [*(start for start, _ in starts[1:]), total]
+    of_size: dict[int | None, int] = operations["sizes"]
     work = zip(starts, ends, strict=True)
-    return sum((end - start) * operations["sizes"][size] for (start, size), end in work) // total
+    return sum((end - start) * of_size[size] for (start, size), end in work) // total
 
 
 def _embeddings(
