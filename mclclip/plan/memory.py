@@ -50,8 +50,9 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     its optimizer's state; ``activations`` of a micro-batch; the ``loss`` with the features of the
     global batch; the ``batch``; and ``cuda``, which CUDA and NCCL take for themselves.
 
-    Operations are those of a ``sample`` in a step with all its views; of a rank's ``loss`` in a
-    step, if it has class centers; of an embedded ``image`` and ``text`` (None without a text
+    Operations are those of a ``sample`` in a step with all its views, also for each of the
+    ``sizes`` of pictures in ``train.image_size``; of a rank's ``loss`` in a step, if it has class
+    centers; of an embedded ``image`` and ``text`` (None without a text
     tower); and of an image in the ``trunk``, if its output is stored. Raises ValueError if the
     training would refuse its options.
 
@@ -84,6 +85,18 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
+        operations["sizes"] = {None: operations["sample"]}
+        batches, needed = [batch], [activations]
+        for size in dict.fromkeys(part.size for part in options.image_size):
+            shape = *batch.views[0].shape[:2], size, size
+            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
+            batches.append(replace(batch, views=views))
+            _, of_size, operations["sizes"][size] = _measure_step(
+                trainee, batches[-1], local, micro
+            )
+            needed.append(of_size)
+        if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
+            del batches[0], needed[0]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -93,9 +106,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": activations,
+        "activations": max(needed),
         "loss": share.added,
-        "batch": size_bytes(batch.tensors()),
+        "batch": max(size_bytes(each.tensors()) for each in batches),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
