@@ -206,7 +206,7 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 def _batch(
     model: Model, options: TrainConfig, local: int, cached_text: bool, inputs: ObjectiveInputs
 ) -> Batch:
-    """Builds a rank's batch of ``local`` samples without values.
+    """Builds a rank's batch of ``local`` samples of zeros.
 
     ``cached_text``: it has stored text features in the place of tokens.
     """
@@ -214,7 +214,7 @@ def _batch(
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
     def values(*shape: int) -> Tensor:
-        return torch.empty(local, *shape, dtype=dtype)
+        return torch.zeros(local, *shape, dtype=dtype)
 
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
@@ -326,6 +326,45 @@ def _measure_loss(
         for part in objective.outside():
             part.begin(0)
         objective(gathered, every)["loss"].backward()
+
+
+def count_operations(
+    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+) -> int:
+    """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
+
+    It counts the forward and backward passes of all views and texts, by torch's formulas
+    (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
+    `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
+    once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
+    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
+    features stand for captions.
+    """
+    model, checkpointing = trainee.model, options.engine.grad_checkpointing
+    batch = _batch(model, options, _ROWS, cached_text)
+    if first := model.first_block:  # stored rows stand for images
+        images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
+        with torch.no_grad():
+            rows = model.encode_trunk(images, min(first, model.num_blocks))
+        whole = first > model.num_blocks
+        batch.views = [rows.new_zeros(_ROWS, model.embed_dim) if whole else rows]
+    buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
+    if checkpointing:
+        model.set_grad_checkpointing(False)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+        StepMeter() as meter,
+    ):
+        features = trainee(trainee.on_device(batch, device), lambda features: features)
+        sums = [value.sum() for value in features.values() if value.requires_grad]
+        torch.autograd.backward(sums)
+    if checkpointing:
+        model.set_grad_checkpointing(True)
+    trainee.zero_grad(set_to_none=True)
+    for name, buffer in trainee.named_buffers():
+        buffer.copy_(buffers[name])
+    return meter.operations // _ROWS
 
 
 # --- encoders and sizes --------------------------------------------------------------------------

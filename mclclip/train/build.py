@@ -52,10 +52,10 @@ from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import STARTED, Context, choose_memory
+from mclclip.ranks.process_group import STARTED, Context, choose_memory, choose_peak_tflops
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
-from mclclip.run.recorder import Recorder, StepProfiler
+from mclclip.run.recorder import Recorder, StepProfiler, Work
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.near_copies import report_near
@@ -338,11 +338,13 @@ def build_trainer(
     groups: StageGroups,
     identity: str,
     steps: int | None,
+    operations: int,
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity   digest of the inputs and options, for ``build_checkpoints``
-    steps      number of steps of the whole training; None: as the options say
+    identity     digest of the inputs and options, for ``build_checkpoints``
+    steps        number of steps of the whole training; None: as the options say
+    operations   floating-point operations of a sample in a step
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
@@ -373,7 +375,7 @@ def build_trainer(
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out,
+        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
     )  # fmt: skip
     sizes = options.image_sizes(total, plan.steps_per_epoch)
     if options.image_size:
