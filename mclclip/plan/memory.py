@@ -76,7 +76,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         loss = options.objective.build(inputs).to(_META)
     with faked(model, gpu_autocast=gpu and half):
         cached_text = name == "train" and options.reads_text_embeddings
-        batch = _batch(model, options, local, cached_text, inputs)
+        batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
@@ -204,11 +204,16 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 
 
 def _batch(
-    model: Model, options: TrainConfig, local: int, cached_text: bool, inputs: ObjectiveInputs
+    model: Model,
+    options: TrainConfig,
+    local: int,
+    cached_text: bool,
+    teacher: Callable[[str | None], Teacher] | None = None,
 ) -> Batch:
     """Builds a rank's batch of ``local`` samples of zeros.
 
-    ``cached_text``: it has stored text features in the place of tokens.
+    ``cached_text``: it has stored text features in the place of tokens. ``teacher``: tells the
+    widths of other encoders' stored embeddings (None: the batch has none).
     """
     dtype, dim, context = next(model.parameters()).dtype, model.embed_dim, _context_length(model)
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
@@ -219,9 +224,9 @@ def _batch(
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    assert inputs.teacher is not None
-    widths = {name: inputs.teacher(encoder).width for name, (encoder, _) in reads.stored.items()}
-    extras = {name: values(width) for name, width in widths.items()}
+    extras: dict[str, Tensor] = {}
+    if teacher is not None:
+        extras |= {n: values(teacher(encoder).width) for n, (encoder, _) in reads.stored.items()}
     if reads.digests:
         extras |= {name: ids() for name in sorted(reads.digests)}
     if reads.edits and cached_text:
