@@ -665,11 +665,13 @@ def toy_alignment(step: Step) -> Tensor:
     return torch.stack([1.0 - image @ text for image, text in pairs]).mean()
 
 
-def preserved(
-    what: str, other: str = "text_features", *, prefix: str = "base", temperature: Any = None,
-    views: int = 1, end: float = 1.0,
+def distilled(
+    what: str, other: str = "text_features", *, prefix: str = "base_", temperature: Any = None,
+    views: int = 1, end: float = 1.0, exact: str = "", squared: bool = False,
 ) -> Callable[[], Loop]:  # fmt: skip
-    """The distance from the base; the model of ``Towers`` had the logit scale exp(1.5)."""
+    """The distance from the teacher, whose features are named by ``prefix``; ``exact``: that of the
+    pictures that it sees in the step. The model of ``Towers`` and the teacher of the contract have
+    the logit scale exp(1.5)."""
     scale = math.exp(1.5) if temperature is None else 1.0 / temperature
 
     def divergence(wanted: list[Tensor], logits: list[Tensor]) -> Any:
@@ -686,11 +688,21 @@ def preserved(
             names = [image, *([other] if other != "image_features" else [])]
             own = [step.features[name] for name in names]
             base = [
-                step.features[f"{prefix}_{n.removesuffix('_1') if prefix == 'base' else n}"]
+                step.features[exact + n if exact and n != "text_features" or prefix == exact
+                              else prefix + n.removesuffix("_1")]
                 for n in names
-            ]
+            ]  # fmt: skip
+            if (projection := getattr(step.objective, "projection", None)) is not None:
+                own = [torch.stack([projection.weight @ row for row in rows]) for rows in own]
+                if not squared:
+                    own = [torch.stack([row / row.norm() for row in rows]) for rows in own]
             sides = ((0, 1), (1, 0)) if len(names) == 2 else ((0, 0),)
             for p in range(num):
+                if what == "features" and squared:
+                    total = total + sum(
+                        ((o[p] - b[p]) ** 2).sum() for o, b in zip(own, base, strict=True)
+                    )
+                    continue
                 if what == "features":
                     total = total + sum(1.0 - o[p] @ b[p] for o, b in zip(own, base, strict=True))
                     continue

@@ -195,7 +195,8 @@ def _add_finetune(verbs: Any) -> None:
 
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
-    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
+    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards, "
+    source += "or hf://datasets/ORG/NAME of the Hugging Face hub"
     add("source", metavar="SOURCE", type=parse_path, help=source)
     captions = "captions of the pictures in the folder"
     add("--captions", metavar="TABLE", type=parse_path, help=captions)
@@ -364,8 +365,12 @@ def _add_checks(verbs: Any) -> None:
 def _add_stages(verbs: Any) -> None:
     """Adds the verbs of a stage, from shards to exported models."""
     _add(verbs, "index", _REMAKE)
-    add = _add(verbs, "embed", _REMAKE).add_argument
-    add("--stage", type=_COUNT, required=True, help=_STAGE)
+    verb = _add(verbs, "embed", _REMAKE)
+    add = verb.add_mutually_exclusive_group(required=True).add_argument
+    add("--stage", type=_COUNT, help=_STAGE)
+    teacher = "a teacher of the objective distill: NAME@TAG, or a folder with an encoder"
+    add("--encoder", metavar="ENCODER", help=teacher)
+    add = verb.add_argument
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
@@ -404,7 +409,7 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--texts", type=parse_path, metavar="FILE", help=texts)
     add("--width", type=_POSITIVE, help="keep the first so many numbers of features (default: all)")
     precision = f"of {several}: numbers in which weights are stored (default: fp32)"
-    add("--precision", choices=["fp32", "fp16"], help=precision)
+    add("--precision", choices=["fp32", "fp16", "int8"], help=precision)
 
 
 def _add_figures(verbs: Any) -> None:

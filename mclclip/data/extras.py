@@ -1,17 +1,17 @@
 """Adds more tensors to every sample of a training, beside its picture and its caption.
 
-`BaseFeatures` adds stage 0's stored embeddings. `EditedCaptions` adds captions that are wrong for
-the picture: edits of the drawn caption by the rules of ``caption_rules``, or texts of a field of
-the sample's ``.json``. If there are too few, the right caption fills their places, and a mask says
-where. `EqualityDigests` adds numbers that are equal for equal captions and pictures, and
-`report_equal` logs before a training how many of these a batch has.
+`BaseFeatures` adds stored embeddings of stage 0 and of teachers. `EditedCaptions` adds captions
+that are wrong for the picture: edits of the drawn caption by the rules of ``caption_rules``, or
+texts of a field of the sample's ``.json``. If there are too few, the right caption fills their
+places, and a mask says where. `EqualityDigests` adds numbers that are equal for equal captions and
+pictures, and `report_equal` logs before a training how many of these a batch has.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,7 +30,7 @@ from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Tokenizer, cut_text, tokenize
 from mclclip.data.shard_scan import caption_fields, parse_captions
-from mclclip.run.artifacts import RunPaths
+from mclclip.run.artifacts import RunPaths, is_finished, read_manifest
 from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
 from mclclip.util.files import printable
 
@@ -40,12 +40,13 @@ SURVEYED = 512
 
 
 class BaseFeatures:
-    """Adds stage 0's embeddings of a sample, float32 of unit length.
+    """Adds stored embeddings of a sample, float32 of unit length.
 
-    ``base_image_features`` [D] if ``read`` has 'image_features' (they are of the centre crop),
-    ``base_text_features`` [D] of the drawn caption if it has 'text_features', and
-    ``edited_features`` [h, D] of h edits of the drawn caption if ``edits`` are given; rows of
-    missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them.
+    ``read`` has for each name an encoder (None: stage 0's) and what is read of it: 'image_features'
+    [D], which are of the centre crop, or 'text_features' [D] of the drawn caption. Stage 0's
+    ``edited_features`` [h, D] of h edits of the drawn caption come if ``edits`` are given; rows of
+    missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them, and
+    RuntimeError if another encoder wrote them, of a row that has values which are no numbers.
     """
 
     reads_text = False
@@ -54,14 +55,13 @@ class BaseFeatures:
         self,
         layout: RunPaths,
         index: SampleIndex,
-        read: Collection[str],
+        read: Mapping[str, tuple[str | None, str]],
         edits: HardCaptions | None = None,
     ) -> None:
-        self._images = self._texts = self._edits = None
-        if "image_features" in read:
-            self._images = StoredRows(layout.embeddings(0), index, "embeddings")
-        if "text_features" in read:
-            self._texts = StoredRows(layout.text_embeddings, index)
+        self._edits: StoredRows | None = None
+        self._stored = dict[str, StoredRows]()
+        for name, source in read.items():
+            self._stored[name] = _open_embeddings(layout, index, *source)
         if edits is not None:
             self._edits = StoredRows(directory_of(layout, edits), index)
             self._per_caption = edits.per_caption
@@ -70,11 +70,13 @@ class BaseFeatures:
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
         """Reads the embeddings of one sample."""
-        stored = {}
-        if self._images is not None:
-            stored["base_image_features"] = self._images.get(raw.sample_id)
-        if self._texts is not None:
-            stored["base_text_features"] = self._texts.get(raw.sample_id, caption_number)
+        stored = {n: rows.get(raw.sample_id, caption_number) for n, rows in self._stored.items()}
+        for name, row in stored.items():
+            if not np.isfinite(row).all():
+                raise RuntimeError(
+                    f"{self._stored[name].directory} has a row of NaN for sample {raw.sample_id}: "
+                    "run 'mclclip embed --force' with an encoder and a precision that give numbers"
+                )
         if self._edits is not None:
             rows = self._edits.get(raw.sample_id, caption_number)
             stored["edited_features"] = rows.reshape(self._per_caption, -1)
@@ -82,6 +84,37 @@ class BaseFeatures:
             name: functional.normalize(torch.from_numpy(row.astype(np.float32)), dim=-1)
             for name, row in stored.items()
         }
+
+
+def embeddings_of(layout: RunPaths, encoder: str | None, what: str) -> tuple[Path, str]:
+    """Returns folder and kind of the stored embeddings of an encoder (None: stage 0's).
+
+    ``what`` is 'image_features' or 'text_features'. Raises FileNotFoundError if those of a teacher
+    are not finished.
+    """
+    kind = "embeddings" if what == "image_features" else "text_embeddings"
+    folder = layout.encoder(encoder) / kind
+    if encoder is not None and not is_finished(folder):
+        raise FileNotFoundError(
+            f"no finished {kind} at {folder}: run 'mclclip embed --encoder {encoder}' first"
+        )
+    return folder, kind
+
+
+def _open_embeddings(
+    layout: RunPaths, index: SampleIndex, encoder: str | None, what: str
+) -> StoredRows:
+    folder, kind = embeddings_of(layout, encoder, what)
+    rows = StoredRows(folder, index, kind)
+    export = layout.encoder(encoder) / "export"
+    if encoder is not None:
+        made_by = read_manifest(folder, kind).inputs["encoder"]
+        if made_by != read_manifest(export, "teacher").digest:
+            raise RuntimeError(
+                f"{folder} was made by another encoder than {export}: run 'mclclip embed --encoder "
+                f"{encoder} --force'"
+            )
+    return rows
 
 
 def directory_of(layout: RunPaths, edits: HardCaptions | None) -> Path:

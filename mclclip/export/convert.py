@@ -166,10 +166,10 @@ def _report(out: Path, proof: Certificate, first: bool) -> None:
     """
     texts = proof.text_features
     log.info(
-        "%s: %s on %d images%s: features differ by at most %.1g%s",
+        "%s: %s on %d images%s: features differ by at most %.1g%s; cosines are %.4f and above",
         out, proof.runtime, proof.num_images,
         "" if texts is None else f" and {proof.num_texts} texts", proof.image_features,
-        "" if texts is None else f" (images) and {texts:.1g} (texts)",
+        "" if texts is None else f" (images) and {texts:.1g} (texts)", proof.cosine,
     )  # fmt: skip
     for note in proof.notes:
         log.warning("%s", note)

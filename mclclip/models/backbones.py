@@ -287,7 +287,12 @@ def timm_layout(tower: Any) -> ImageLayout:
     # or the tower does not say its width.
     pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
     tops = _top(tower, embedding, blocks)
-    return ImageLayout(embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps)
+    groups = group_parameters(trunk, trunk.group_matcher(coarse=False))  # of layer-wise decay
+    layers = [tuple(f"trunk.{name}" for name in groups[number]) for number in sorted(groups)]
+    layers += [("head",)] if any(True for _ in tower.head.parameters()) else []
+    return ImageLayout(
+        embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps, layers=(*layers,)
+    )
 
 
 def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:
@@ -476,20 +481,3 @@ def _chain(whole: _Call, calls: Sequence[_Call], groups: dict[str, int]) -> list
 
 def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
     return {group for parameter, group in groups.items() if belongs(parameter, (name,))}
-
-
-def check_image_size(visual: Any) -> None:
-    """Raises ValueError if `image_size` is another than timm's tower of this name takes."""
-    trunk = getattr(visual, "trunk", None)
-    patches = getattr(trunk, "patch_embed", None)
-    size = getattr(patches, "img_size", None)
-    if size is None or getattr(trunk, "dynamic_img_size", False):
-        return
-    # A hybrid's convolutions (`backbone`) take any size; learned positions do not.
-    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
-    positions = getattr(trunk, "pos_embed", None) is not None
-    if (strict or positions) and tuple(size) != tuple(visual.image_size):
-        raise ValueError(
-            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {size[0]} "
-            "pixels only: leave image_size out, or name the tower of that size"
-        )

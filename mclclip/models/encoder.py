@@ -23,9 +23,16 @@ from torch import Tensor, nn
 
 from mclclip.models import clip, transformers_folder, weights
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
-from mclclip.models.loading import common_config, load_towers, refuse_without_weights
+from mclclip.models.loading import (
+    check_tokenizer,
+    common_config,
+    has_texts,
+    load_towers,
+    model_config,
+    refuse_without_weights,
+)
 from mclclip.models.model import Model, unit
-from mclclip.models.options import Variant
+from mclclip.models.options import ModelConfig, Variant
 from mclclip.util import files
 from mclclip.util.options import brief, with_prefix
 from mclclip.util.shipped import RECIPES
@@ -98,6 +105,18 @@ class Encoder(nn.Module):
     def device(self) -> torch.device:
         """The device on which the models lie."""
         return next(self.parameters()).device
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Shape of an image that `preprocess_val` makes: C, H, W."""
+        shape: tuple[int, int, int] = self.stages[0].image_shape
+        return shape
+
+    @property
+    def normalization(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of pixels, as `Model.normalization`."""
+        both: tuple[Tensor, Tensor] = self.stages[0].normalization
+        return both
 
     def cut(self, width: int) -> "Encoder":
         """Returns the encoder of the first `width` numbers of each stage's features; the models are
@@ -423,6 +442,55 @@ def load_model(
         refuse_without_weights(name)
     is_random = pretrained == RANDOM and clip.is_without_weights(name)
     return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
+
+
+def counts_of(encoder: Encoder) -> dict[str, Any]:
+    """Returns what an export's manifest says of its encoder: the number of ``parameters``, the
+    ``width`` of its features, and its ``logit_scale``, None without a text tower."""
+    return {
+        "parameters": sum(p.numel() for p in encoder.parameters()),
+        "width": encoder.embed_dim,
+        "logit_scale": encoder.logit_scale if encoder.stages[0].reads_texts else None,
+    }
+
+
+def identify_encoder(model: ModelConfig) -> dict[str, Any]:
+    """Returns the fields of ``model`` that determine an encoder which is not trained here; files
+    are represented by their digests."""
+    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained, **model.of_towers}
+    if isinstance(model.name, str):
+        path = Path(model.name.removeprefix("local-dir:"))
+        if model.name.startswith(transformers_folder.PREFIX):
+            fields["name"] = transformers_folder.digest(model.name)
+        elif (path / weights.CONCAT).is_file():
+            joined = (weights.CONCAT, weights.CONCAT_WEIGHTS)
+            fields["name"] = files.digest_json([files.digest_file(path / name) for name in joined])
+        elif path.is_dir():
+            fields["name"] = files.digest_file(weights.find_weights(path))
+        elif path.is_file():
+            fields["name"] = files.digest_json(files.read_json(path))
+    if model.pretrained is not None and Path(model.pretrained).is_file():
+        fields["pretrained"] = files.digest_file(Path(model.pretrained))
+    if model.image_weights is not None:
+        fields["image_weights"] = files.digest_file(
+            weights.checked_image_weights(model.image_weights)
+        )
+    return fields
+
+
+def check_encoder(name: str, *, text: bool) -> None:
+    """Raises ValueError or FileNotFoundError for an encoder that `load_model` does not load, and
+    for one without a text tower if it is to read texts (``text``). No weights are read."""
+    where, pretrained = split_name(name)
+    path = Path(str(where).removeprefix("local-dir:"))
+    if not (path / weights.CONCAT).is_file():
+        if pretrained is None:
+            refuse_without_weights(where)
+        model_config(where, None if pretrained == RANDOM else pretrained)
+        if text:
+            check_tokenizer(where)
+    if text and not has_texts(where):
+        raise ValueError("it has no text tower: set between=images, or take another teacher")
 
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:

@@ -14,9 +14,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
-from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
+from mclclip.models import (
+    backbones,
+    clip,
+    config_check,
+    state_dicts,
+    towers,
+    transformers_folder,
+    weights,
+)
+from mclclip.models.image_size import check_patches, with_image_size
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
+from mclclip.models.parameters import freeze
+from mclclip.models.patterns import ParameterConfig
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.run.artifacts import read_manifest, verb_of
@@ -39,6 +50,7 @@ def load_towers(
     augmentation: Mapping[str, Any] | None = None,
     load_weights: bool = True,
     long_context: bool = False,
+    image_size: int | None = None,
 ) -> Model:
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
 
@@ -56,27 +68,27 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
+        image_size: height and width of the pictures, in place of the configuration's. Position
+            embeddings of the weights are resized as open_clip's `force_image_size` does.
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
-    that do not fit or had another activation, a projector beside a text tower, and a text tower
-    that cannot be stretched; FileNotFoundError if files are missing, or neither cached nor
-    reachable on the hub. Torch's global generators are neither used nor changed.
+    that do not fit or had another activation, a projector beside a text tower, a text tower that
+    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if
+    files are missing, or not reachable on the hub. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
-    model_cfg, tokenizer = config["model_cfg"], None
-    if text and "text_cfg" in model_cfg:
-        _check_clip(name, model_cfg, projector)
-        if long_context:
-            model_cfg = towers.longer_config(model_cfg)
-        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
-        vocabulary = clip.vocabulary(exported)
-        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
-        if file:
-            clip.fill(exported, file)
-        if long_context:
-            towers.stretch(exported)
+    if image_size is not None:
+        config = with_image_size(config, image_size)
+    tokenizer = None
+    if text and "text_cfg" in config["model_cfg"]:
+        _check_clip(name, config["model_cfg"], projector)
+        random_text = bool(file) or not load_weights
+        exported, model_cfg, tokenizer = _build_clip(
+            config, file, directory, seed, random_text=random_text, long_context=long_context
+        )
     else:
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+    check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
@@ -99,6 +111,32 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
             f"projector is {list(projector)}, but the model has a text tower, whose features "
             "images are compared with: set text=false for its image tower alone"
         )
+
+
+def _build_clip(
+    config: dict[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    *,
+    random_text: bool,
+    long_context: bool,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds open_clip's module and loads its weights from `file`, if there is one.
+
+    Returns it with its model config and its tokenizer.
+    """
+    model_cfg = config["model_cfg"]
+    if long_context:
+        model_cfg = towers.longer_config(model_cfg)
+    exported = clip.build(config, seed, random_text)
+    vocabulary = clip.vocabulary(exported)
+    tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+    if file:
+        clip.fill(exported, file)
+    if long_context:
+        towers.stretch(exported)
+    return exported, model_cfg, tokenizer
 
 
 def _build_image_tower(
@@ -145,6 +183,7 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     is_backbone = isinstance(visual, backbones.BackboneTower)
     if is_backbone and not any(name.startswith("trunk.") for name in tensors):
         tensors = {f"trunk.{name}": tensor for name, tensor in tensors.items()}
+    state_dicts.resize_picture_positions(visual, tensors, file)
     try:
         visual.load_state_dict(tensors)
     except RuntimeError as error:
@@ -164,6 +203,7 @@ def _fill_from_image_weights(visual: nn.Module, image_weights: str, model: str |
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
         tensors = {inside: opened.get_tensor(name) for inside, name in names.items()}
+    state_dicts.resize_picture_positions(visual, tensors, file)
     visual.load_state_dict(tensors, strict=False)
     weights.refuse_not_finite(visual, str(file))
 
@@ -207,7 +247,10 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
                 stored for name, stored in names.items() if name not in state
             ],
             "have another shape": [
-                name for name in slices if slices[name].get_shape() != [*state[name].shape]
+                name
+                for name in slices
+                if (shape := slices[name].get_shape()) != [*state[name].shape]
+                and not state_dicts.is_resized(name, shape, state[name].shape)
             ],
             "are no floating-point numbers": [
                 name
@@ -303,6 +346,7 @@ def prepare_model(
     precision: str,
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
+    parameters: Sequence[ParameterConfig] = (),
 ) -> None:
     """Prepares a model for training, in place.
 
@@ -311,10 +355,12 @@ def prepare_model(
     precision            "float64" converts the model; other precisions are autocast's
     grad_checkpointing   blocks run again in the backward pass instead of keeping activations
     patch_dropout        share of the patches that the image tower drops
+    parameters           patterns of names; those with an `lr_scale` of 0 are frozen (`freeze`)
     """
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
+    freeze(model, parameters)
     model.drop_patches(patch_dropout)
     if precision == "float64" and next(model.parameters()).dtype != torch.float64:
         model.double()  # `plan` converts before, since its tensors without values cannot be here

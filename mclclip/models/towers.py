@@ -7,12 +7,13 @@ tower. This file imports neither open_clip nor timm.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
@@ -32,12 +33,15 @@ class TowerLayout:
                 residual block after it
     norm        the final norm
     projection  everything else after the last block: poolings with weights, and projections
+    layers      the layers of layer-wise decay, from the input on; empty: the embedding, each block
+                (the last one with the final norm), and the projection
     """
 
     embedding: Names
     blocks: tuple[Names, ...]
     norm: Names
     projection: Names
+    layers: tuple[Names, ...] = field(default=(), kw_only=True)
 
     def check_number(self, number: int, option: str, tower: str, others: str = "") -> None:
         """Raises ValueError if an option's `number` of blocks is below 0 or above the tower's.
@@ -71,20 +75,22 @@ class TowerLayout:
     def layers_above(self, name: str) -> int:
         """Returns how many layers lie above the tensor `name`, for layer-wise decay.
 
-        It is 0 after the blocks, 1 in the last block, and number of blocks + 1 in the embedding.
+        The layers are those of open_clip's `layer_groups` and of timm's `group_matcher`.
         """
-        for number, block in enumerate((self.embedding, *self.blocks)):
-            if belongs(name, block):
-                return len(self.blocks) + 1 - number
-        return 0
+        last = (self.blocks[-1] + self.norm,)
+        layers = self.layers or (self.embedding, *self.blocks[:-1], *last, self.projection)
+        layers = tuple(filter(None, layers))
+        above = (len(layers) - 1 - n for n, parts in enumerate(layers) if belongs(name, parts))
+        return next(above, 0)
 
     def count_without(self, names: Iterable[str]) -> int:
         """Returns how many first blocks hold none of the tensors `names`.
 
         It is 0 if the embedding holds one.
         """
-        layers = [len(self.blocks) + 1 - self.layers_above(name) for name in names]
-        return min([len(self.blocks), *(max(layer - 1, 0) for layer in layers)])
+        parts = (self.embedding, *self.blocks)
+        holders = (n for name in names for n, part in enumerate(parts) if belongs(name, part))
+        return max(min(holders, default=len(parts)) - 1, 0)
 
     def block_modules(self, tower: nn.Module) -> list[nn.Module]:
         """Returns the modules of the blocks that have parameters, in order.
@@ -235,6 +241,22 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)
 
 
+def resize_positions(rows: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
+    """Resizes position embeddings [k + h w, D] of a grid (h, w) to [k + h' w', D].
+
+    As in open_clip and timm the interpolation is bicubic with antialiasing, and the first k rows,
+    which belong to no patch (class token, registers), stay.
+    """
+    if before == after:
+        return rows
+    extra = len(rows) - before[0] * before[1]
+    patches = rows[extra:].reshape(1, *before, -1).permute(0, 3, 1, 2)
+    patches = functional.interpolate(
+        patches, after, mode="bicubic", antialias=True, align_corners=False
+    )
+    return torch.cat([rows[:extra], patches.permute(0, 2, 3, 1).flatten(0, 2)])
+
+
 # --- open_clip's own towers, and text towers -------------------------------------------------
 
 
@@ -275,6 +297,7 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         steps=lambda tower, _: [
             tower.stem, *(tower.get_submodule(name) for (name,) in residual)
         ],
+        layers=(stem, *((f"layer{i}",) for i in range(1, 5)), ("attnpool",)),
     )  # fmt: skip
 
 

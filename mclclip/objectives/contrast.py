@@ -237,7 +237,7 @@ class ContrastOptions(ObjectiveOptions):
             logit_scale=captions and self.temperature is None,
             groups=True,
             near_copies=frozenset([near] if near else []),
-            base=near.base if near else frozenset(),
+            encoders=near.encoders if near else frozenset(),
             widths=frozenset(self.widths),
         )
 

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from mclclip.objectives.base import BatchFields
+from mclclip.objectives.base import BatchFields, stored_name
 from mclclip.objectives.pairs import Pairs
 from mclclip.objectives.row_losses import count_columns
 from mclclip.ranks import collectives
@@ -112,6 +112,11 @@ class NearCopies:
         own = {_IMAGES, _TEXTS} if self.margin is not None else set()
         return frozenset(own.union(*(names for each in self.of or () for names in _SIDES[each])))
 
+    @property
+    def encoders(self) -> frozenset[tuple[None, Any]]:
+        """What is read of stage 0, as ``Reads.encoders`` has it."""
+        return frozenset((None, name) for name in self.base)
+
 
 def pairs_of(
     batch: BatchFields,
@@ -134,7 +139,7 @@ def pairs_of(
     if near.by_bytes:
         digests = tuple(batch.extras[name] for name in sorted(near.digests))
         return replace(pairs, digests=digests, all_digests=tuple(map(gather, digests)))
-    rows = {name: batch.extras[f"base_{name}"] for name in sorted(near.base)}
+    rows = {name: batch.extras[stored_name(None, name)] for name in sorted(near.base)}
     every = {name: gather(each) for name, each in rows.items()}
     sides = [names for each in near.of or () for names in _SIDES[each]]
     if near.margin is None:

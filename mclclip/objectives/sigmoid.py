@@ -109,7 +109,7 @@ class Options(ObjectiveOptions):
             logit_bias=captions,
             groups=True,
             near_copies=frozenset([near] if near else []),
-            base=near.base if near else frozenset(),
+            encoders=near.encoders if near else frozenset(),
             widths=frozenset(self.widths),
         )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,12 +22,14 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
+from mclclip.models.encoder import split_name
 from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import Objective, ObjectiveInputs
+from mclclip.models.parameters import describe_groups
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import ModelWithObjective
@@ -39,7 +43,8 @@ _measured: dict[str, dict[str, Any]] = {}
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
-    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``.
+    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``; and
+    lists its ``groups`` of parameters (``describe_groups``).
 
     ``name`` is "base" or "train". Parts are those of ``engines.per_rank``; the ``objective`` with
     its optimizer's state; ``activations`` of a micro-batch; the ``loss`` with the features of the
@@ -69,12 +74,16 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = options.objective.build(inputs).to(_META)
     with faked(model, gpu_autocast=gpu and half):
-        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
+        cached_text = name == "train" and options.reads_text_embeddings
+        batch = _batch(model, options, local, cached_text, inputs)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        objective = options.objective.build(replace(inputs, model=model, context=SINGLE))
+        teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
+        inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
+        objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
+        groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -96,6 +105,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         "micro_batch": micro,
         "trained_weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "groups": groups,
         "embed_dim": model.embed_dim,
         "width": model.layout.pooled_dim,  # that of features before the projection
         "parts": parts,
@@ -137,8 +147,22 @@ def _objective_inputs(
         seed=0,
         precision=options.precision,
         classes=cast(Any, SimpleNamespace(num_classes=num_classes)),
+        teacher=_teachers(config, options),
         shapes_only=True,
     )
+
+
+def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
+    """Returns what gives the encoders that an objective reads, without values; those that are
+    ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
+    made: dict[tuple[str | None, bool], Teacher] = {}
+    for name in {encoder for encoder, _ in options.objective.reads.encoders}:
+        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
+        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
+        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
+        made[name, True] = Teacher(*values, cache(faking))
+    return lambda name, fake=False: made[name, fake]
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
@@ -166,7 +190,9 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 # --- the training ------------------------------------------------------------------------------
 
 
-def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
+def _batch(
+    model: Model, options: TrainConfig, local: int, cached_text: bool, inputs: ObjectiveInputs
+) -> Batch:
     """Builds a rank's batch of ``local`` samples without values.
 
     ``cached_text``: it has stored text features in the place of tokens.
@@ -180,7 +206,9 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
+    assert inputs.teacher is not None
+    widths = {name: inputs.teacher(encoder).width for name, (encoder, _) in reads.stored.items()}
+    extras = {name: values(width) for name, width in widths.items()}
     if reads.digests:
         extras |= {name: ids() for name in sorted(reads.digests)}
     if reads.edits and cached_text:
@@ -297,12 +325,7 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
 
 
 def _load(options: ModelConfig) -> Model:
-    return load_shapes(
-        options.name,
-        text=options.text,
-        projector=options.projector,
-        long_context=options.long_context,
-    )
+    return load_shapes(options.name, projector=options.projector, **options.of_towers)
 
 
 def _operations(model: Model) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,18 @@ from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
+from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
-from mclclip.objectives.base import Objective, ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, read_identity
+from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
 from mclclip.run.recorder import Recorder, StepProfiler
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
@@ -119,9 +121,11 @@ class StageTraining:
             lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "image_features" in reads.base:
-            embedded = self.layout.embeddings(0)
-            lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
+        every = {encoder for encoder, what in reads.encoders if what == "image_features"}
+        if every:
+            folders = [self.layout.encoder(encoder) / "embeddings" for encoder in every]
+            without = [left_out(folder, len(self.index.shards)) for folder in folders]
+            lacking["without_embedding"] = reduce(np.union1d, without)
         return lacking
 
     @cached_property
@@ -152,8 +156,8 @@ class StageTraining:
             pictures = self.index if self.reads_image_rows else None
             extras.append(EqualityDigests(clean_caption, pictures, sorted(reads.digests)))
         edits = next(filter(None, self.stored_texts), None)
-        if reads.base - {"model"} or edits:
-            extras.append(BaseFeatures(self.layout, self.index, reads.base, edits))
+        if reads.stored or edits:
+            extras.append(BaseFeatures(self.layout, self.index, reads.stored, edits))
         return extras
 
     @cached_property
@@ -236,8 +240,7 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
     base = config.model_of(training.name)
     same: dict[str, Any] = {"projector": base.projector, "augmentation": base.augmentation}
     if stage == 0 or config.trained_model is not None:
-        same |= {"text": base.text, "image_weights": base.image_weights}
-        same["long_context"] = base.long_context
+        same |= {"image_weights": base.image_weights, **base.of_towers}
         model = load_towers(base.name, base.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.
@@ -279,6 +282,7 @@ def build_objective(
             betas=options.betas,
             eps=options.eps,
             classes=classes,
+            teacher=partial(_open_teacher, training.layout),
         )
     )
     modules = (*model.modules(), *objective.modules())
@@ -290,11 +294,39 @@ def build_objective(
     return objective
 
 
+def _open_teacher(layout: RunPaths, name: str | None) -> Teacher:
+    """Returns an encoder that an objective reads; its weights are read when it is loaded."""
+    directory = layout.encoder(name) / "export"
+    counts = read_manifest(directory, "export" if name is None else "teacher").counts
+    return Teacher(counts["width"], counts["logit_scale"], partial(_load_teacher, directory))
+
+
+@cache
+def _load_teacher(directory: Path) -> Encoder:
+    """Loads a teacher once for all terms of an objective."""
+    return load_model(directory)
+
+
+def log_groups(training: StageTraining, module: ModelWithObjective) -> None:
+    """Logs the learning rates, weight decays and numbers of the parameters of each part.
+
+    Call it before an engine replaces the parameters. Raises ValueError for patterns of
+    ``parameters`` that match nothing.
+    """
+    how, decay = training.options, training.options.weight_decay
+    for row in describe_groups(module, how.lr, how.parameters, decay):
+        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
+        rates = lowest if lowest == highest else f"{lowest} to {highest}"
+        log.info(
+            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
+            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
+        )  # fmt: skip
+
+
 def build_trainer(
     training: StageTraining,
     inputs: TrainingInputs,
-    model: Model,
-    objective: Objective,
+    module: ModelWithObjective,
     groups: StageGroups,
     identity: str,
     steps: int | None,
@@ -308,13 +340,13 @@ def build_trainer(
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    module = ModelWithObjective(model, objective, options.precision).to(context.device)
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=model.blocks(), precision=options.precision, clip_grad_norm=options.clip_grad_norm,
-        ema_decay=options.ema_decay, outside=objective.outside(),
+        blocks=module.model.blocks(), precision=options.precision,
+        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
+        outside=module.objective.outside(),
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -340,7 +372,7 @@ def build_trainer(
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
-        batches=build_loader(training, inputs, plan, known_bad, model, range(start, total)),
+        batches=build_loader(training, inputs, plan, known_bad, module.model, range(start, total)),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),

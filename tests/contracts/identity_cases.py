@@ -48,6 +48,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "model.name": ("model.name.embed_dim=4", {BASE, TRAIN}),
     "model.pretrained": ("model.pretrained=tag", {BASE, TRAIN}),
     "model.text": ("model.text=false", {BASE, TRAIN}),
+    "model.image_size": ("model.image_size=16", {BASE, TRAIN}),
     "model.long_context": (
         "model.name.text_cfg.context_length=77 model.long_context=true", {BASE, TRAIN},
     ),
@@ -103,7 +104,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.lr": ("train.lr=0.5", {TRAIN}),
     "train.schedule": ("train.schedule=constant", {TRAIN}),
     "train.warmup": ("train.warmup=0.5", {TRAIN}),
-    "train.layer_decay": ("train.layer_decay=0.5", {TRAIN}),
+    "train.parameters": ('train.parameters=[{match: "*", lr_scale: 0.5}]', {TRAIN}),
     "train.weight_decay": ("train.weight_decay=0.5", {TRAIN}),
     "train.start_decay": ("train.start_decay=0.5", {TRAIN}),
     "train.betas": ("train.betas=[0.9,0.9]", {TRAIN}),

@@ -60,6 +60,7 @@ BYTES, BYTES_TOO = {"threshold": 1.0}, {"threshold": 1.0, "role": "positives"}
 # Of stage 0's embeddings, which are random here: cosines of eight numbers.
 SOFT = {"threshold": 0.3, "of": ["captions", "pictures", "pairs"], "role": "positives"}
 V3 = {"kind": "moco", "version": "v3", "momentum": 0.7}
+COPY = "exact_base_"
 CASES: dict[str, Case] = {
     "info_nce": Case({"kind": "info_nce"}, loops.contrastive("captions", loops.info_nce)),
     "info_nce-learnable": Case(
@@ -237,15 +238,15 @@ CASES: dict[str, Case] = {
             (0.3, loops.contrastive("captions", loops.hard(1.0, 0.1))),
         ),
     ),
-    "preserve": Case({"kind": "preserve"}, loops.preserved("similarities")),
+    "preserve": Case({"kind": "preserve"}, loops.distilled("similarities")),
     "preserve-images": Case(
         {"kind": "preserve", "between": "images", "temperature": 0.3, "num_views": 2}
         | {"end_factor": 0.25},
-        loops.preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
+        loops.distilled("similarities", "image_features", temperature=0.3, views=2, end=0.25),
     ),
     "preserve-features": Case(
         {"kind": "preserve", "what": "features", "end_factor": 3.0},
-        loops.preserved("features", end=3.0),
+        loops.distilled("features", end=3.0),
     ),
     "preserve-exact": Case(
         [
@@ -255,8 +256,38 @@ CASES: dict[str, Case] = {
         ],
         loops.weighted(
             (1.0, loops.contrastive("captions", loops.info_nce)),
-            (0.5, loops.preserved("similarities", prefix="copied")),
-            (1.0, loops.preserved("features", prefix="copied")),
+            (0.5, loops.distilled("similarities", prefix=COPY, exact=COPY)),
+            (1.0, loops.distilled("features", prefix=COPY, exact=COPY)),
+        ),
+    ),
+    "distill": Case(
+        {"kind": "distill", "teacher": "wide"}, loops.distilled("similarities", prefix="wide/")
+    ),
+    "distill-features": Case(
+        {"kind": "distill", "teacher": "wide", "what": "features", "end_factor": 0.5},
+        loops.distilled("features", prefix="wide/", end=0.5),
+    ),
+    "distill-squared": Case(
+        {"kind": "distill", "teacher": "wide", "what": "features", "distance": "squared"}
+        | {"between": "images", "num_views": 2},
+        loops.distilled("features", "image_features", prefix="wide/", views=2, squared=True),
+    ),
+    "distill-exact": Case(
+        {"kind": "distill", "exact": True, "temperature": 0.2},
+        loops.distilled("similarities", temperature=0.2, exact=COPY),
+    ),
+    "sum-teachers": Case(
+        [
+            {"kind": "info_nce", "weight": 0.5},
+            {"kind": "distill", "teacher": "wide", "weight": 2.0},
+            {"kind": "distill", "teacher": "other", "what": "features", "distance": "squared"},
+            {"kind": "distill", "exact": True, "between": "images", "weight": 0.5},
+        ],
+        loops.weighted(
+            (0.5, loops.contrastive("captions", loops.info_nce)),
+            (2.0, loops.distilled("similarities", prefix="wide/")),
+            (1.0, loops.distilled("features", prefix="other/", squared=True)),
+            (0.5, loops.distilled("similarities", "image_features", exact=COPY)),
         ),
     ),
     "sum-edited": Case(

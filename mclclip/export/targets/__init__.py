@@ -22,7 +22,7 @@ from mclclip.models.narrow import narrow_encoder
 from mclclip.run import artifacts
 from mclclip.util import files, shipped
 
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True)

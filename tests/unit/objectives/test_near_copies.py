@@ -30,7 +30,7 @@ def built(kind: str, role: str, precision: str = "float64", **near: Any) -> Obje
     how = {} if role == "negatives" else {"near_copies": {"role": role, **near}}
     options = parse({"kind": kind, **how})
     assert bool(options.reads.digests) == (role != "negatives" and not near)
-    assert bool(options.reads.base) == bool(near)
+    assert bool(options.reads.encoders) == bool(near)
     return options.build(ObjectiveInputs(model, SINGLE, 0, precision))
 
 
