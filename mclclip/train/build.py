@@ -354,9 +354,9 @@ def build_trainer(
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=module.model.blocks(), precision=options.precision,
-        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
-        outside=module.objective.outside(),
+        blocks=module.model.blocks(), outside=module.objective.outside(),
+        precision=options.precision, ema_decay=options.ema_decay,
+        clip_grad_norm=options.clip_grad_norm,
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -384,24 +384,33 @@ def build_trainer(
         ]
         log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
     compiles = options.engine.compile != "off"
-    compile_steps = {start, *(at for at, _ in sizes)} if compiles else set[int]()
-    deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
-    run_dir, traces = training.layout.run_dir, training.directory / "profile"
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
         batches=build_loader(
             training, inputs, plan, known_bad, module.model, range(start, total), sizes
         ),
-        boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
+        boundary=_build_boundary(training),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
             lr=options.lr, schedule=options.schedule,
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
-        profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
-        compile_steps=compile_steps,
+        profiler=_build_profiler(training, total),
+        compile_steps={start, *(at for at, _ in sizes)} if compiles else set(),
     )  # fmt: skip
+
+
+def _build_boundary(training: StageTraining) -> StepBoundary:
+    config, run_dir = training.config, training.layout.run_dir
+    deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
+    return StepBoundary(training.context, run_dir, poll_s=config.poll_s, deadline=deadline)
+
+
+def _build_profiler(training: StageTraining, total: int) -> StepProfiler:
+    directory, context = training.directory / "profile", training.context
+    steps = training.options.profile_steps
+    return StepProfiler(directory, steps, total, context.device, context.rank)
 
 
 def _build_evaluation(
