@@ -28,7 +28,7 @@ from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.util.remake import Remake
-from mclclip.verbs import cluster, embed, export, index, relocate, train
+from mclclip.verbs import cluster, embed, export, index, relocate, texts, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -46,6 +46,8 @@ def run(
     collectives.on_main(lambda: check(config, context))
     with _recorded(config, context):
         inputs.check_samples(config, index.run(config, context, force=force))
+        if config.text_rows:
+            texts.run(config, context, force=force)
         _stage(config, context, 0, "mcl", force)
         for variant in ["mcl", *config.controls] if only is None else [only]:
             if variant != "mcl":
@@ -84,6 +86,8 @@ def prepare(
             inputs.check_samples(reader, samples)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+    if config.text_rows:
+        texts.run(config, context, force=force)
     _stage(config, context, 0, "mcl", force)
     embed.run(config, context, stage=0, readers=[*readers.values()], force=force)
     cluster.run(config, context, stage=0, force=force)

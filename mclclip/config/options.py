@@ -119,6 +119,12 @@ class Config:
         return any(each.objective.reads.captions for each in self.trainings.values())
 
     @property
+    def text_rows(self) -> list[str]:
+        """The files of ``text_rows`` of whichever model has them."""
+        trained = [] if self.trained_model is None else self.trained_model.text_rows
+        return self.model.text_rows or trained
+
+    @property
     def needs_text_embeddings(self) -> bool:
         """True if ``embed`` writes embeddings of the captions at stage 0."""
         return bool(self.stored_texts)

@@ -210,7 +210,7 @@ def _benchmarks_with_texts(at: Subject) -> list[str]:
 def _reads_texts(model: ModelConfig) -> bool:
     from mclclip.models.loading import has_texts  # seconds, for torch
 
-    return model.text and has_texts(model.name)
+    return bool(model.text and (model.text_rows or has_texts(model.name)))
 
 
 def _width(model: ModelConfig) -> int:
@@ -248,7 +248,8 @@ def _architectures(at: Subject) -> object:
     if trained is None or not (export.concat or export.soup):
         return None
     equal = model_config(base.name) == model_config(trained.name)
-    return not (equal and base.long_context == trained.long_context) and (
+    texts = [(model.long_context, model.text_rows) for model in (base, trained)]
+    return not (equal and texts[0] == texts[1]) and (
         "trained_model has another architecture than model, and only stages of one architecture "
         "can be joined: set export.concat=[] and export.soup=false"
     )
@@ -415,6 +416,19 @@ RULES: tuple[Rule, ...] = (
                  because="the former stretches the text tower: leave one out"),
         Rule(f"{option}.long_context", partial(_long_context, option=option)),
     )),
+    Rule("TRAINING.sentences", lambda at: (
+        at.model.text_rows and at.options.sentences is not None
+        and f"{at.training}.sentences draws parts of captions, and the rows of model.text_rows are "
+        "of whole ones: leave one out")),
+    Rule("TRAINING.objective.hard_captions", lambda at: (
+        at.model.text_rows and at.options.objective.reads.edits is not None
+        and f"{at.training}.objective.hard_captions makes texts that no row of model.text_rows "
+        "stands for: leave one out")),
+    Rule("trained_model.text_rows", lambda at: (
+        (trained := at.config.trained_model) and trained.text_rows and at.config.model.text_rows
+        and trained.text_rows != at.config.model.text_rows
+        and "trained_model.text_rows and model.text_rows name different files: give the same, "
+        "since a run keeps its rows in one folder")),
     # --- stages, controls and what is measured
     Rule("cluster.num_clusters", lambda at: (
         isinstance(numbers := at.config.cluster.num_clusters, list)

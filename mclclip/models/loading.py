@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
+from mclclip.data.text_rows import TextRows, width_of
 from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
+from mclclip.models.row_projection import WIDTH, RowClip, with_rows
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.run.artifacts import read_manifest, verb_of
@@ -39,6 +41,7 @@ def load_towers(
     augmentation: Mapping[str, Any] | None = None,
     load_weights: bool = True,
     long_context: bool = False,
+    text_rows: Sequence[str] = (),
 ) -> Model:
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
 
@@ -56,6 +59,9 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
+        text_rows: files of text embeddings (`data.text_rows`), of whose rows a projection, drawn by
+            `seed`, takes the place of the text tower. An export of such a model needs none: rows
+            are looked up in the folder `text_rows` beside it or above it, if there is one.
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
     that do not fit or had another activation, a projector beside a text tower, and a text tower
@@ -64,7 +70,13 @@ def load_towers(
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
-    if text and "text_cfg" in model_cfg:
+    exported: Any
+    if text and (text_rows or WIDTH in model_cfg.get("text_cfg", {})):
+        _check_clip(name, model_cfg, projector)
+        width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
+        exported, model_cfg = _build_on_rows(config, file, seed, _where(name), width)
+        tokenizer = TextRows.beside(directory, width)
+    elif text and "text_cfg" in model_cfg:
         _check_clip(name, model_cfg, projector)
         if long_context:
             model_cfg = towers.longer_config(model_cfg)
@@ -99,6 +111,31 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
             f"projector is {list(projector)}, but the model has a text tower, whose features "
             "images are compared with: set text=false for its image tower alone"
         )
+
+
+def _build_on_rows(
+    config: Mapping[str, Any], file: Path | None, seed: int, where: str, width: int
+) -> tuple[RowClip, dict[str, Any]]:
+    """Builds an image tower beside a projection of rows of ``width`` numbers.
+
+    Loads the weights in ``file``: all of them if they are of such a model, else those of the image
+    tower. Returns it with its model config.
+    """
+    model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
+    if is_whole:
+        if width != (trained := model_cfg["text_cfg"][WIDTH]):
+            raise ValueError(
+                f"model.text_rows has rows of width {width}, and the projection of {where} takes "
+                f"{trained}: bring rows of the encoder that it was trained with"
+            )
+        image_only = {name: value for name, value in model_cfg.items() if name != "text_cfg"}
+        config = {**config, "model_cfg": image_only}
+    tower, image_cfg = _build_image_tower(config, None if is_whole else file, seed, where)
+    whole_cfg = with_rows(model_cfg, image_cfg, width)
+    built = RowClip(tower.visual, whole_cfg, seed)
+    if is_whole and file is not None:
+        weights.fill(built, weights.read_tensors(file), str(file))
+    return built, whole_cfg
 
 
 def _build_image_tower(

@@ -41,6 +41,7 @@ def load_shapes(
     text: bool = True,
     projector: Sequence[int] = (),
     long_context: bool = False,
+    text_rows: Sequence[str] = (),
 ) -> Model:
     """Calls `load_towers` on the "meta" device: weights are not read, fetched, drawn or allocated.
 
@@ -55,8 +56,9 @@ def load_shapes(
         )
     with torch.device("meta"), _StayOnMeta():
         return load_towers(
-            name, text=text, projector=projector, long_context=long_context, load_weights=False
-        )
+            name, text=text, projector=projector, long_context=long_context, load_weights=False,
+            text_rows=text_rows,
+        )  # fmt: skip
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

@@ -11,6 +11,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
       run.lock  run_state.json  config.yaml
       index/                    samples.arrow  shards.json  bad_samples.json  shard_times.json
                                 manifest.json
+      text_rows/                rows.npy  digests.npy  places.npy
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
@@ -64,6 +65,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "index": Kind("index", "index"),
+    "text_rows": Kind("texts", "text_rows"),
     "embeddings": Kind("embed", r"stage_\d+/embeddings"),
     "text_embeddings": Kind("embed --text", r"stage_\d+/(text_embeddings|edited_texts/[^/]+)"),
     "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
@@ -428,6 +430,7 @@ class RunPaths:
                      index, stage 0 and pseudo labels with its run
     index            the sample index
     root             folder of this variant's stages: the run directory, or the control's folder
+    text_rows        rows of text embeddings that the user brought, where ``model.text_rows`` is set
     results          results.jsonl, one row per figure
     text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
     image_rows       outputs of stage 0's frozen image blocks, a row per sample
@@ -437,6 +440,7 @@ class RunPaths:
         self.run_dir, self.variant = run_dir, variant
         self.index = run_dir / "index"
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
+        self.text_rows = run_dir / "text_rows"
         self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.image_rows = run_dir / "stage_0" / "image_rows"

@@ -23,6 +23,7 @@ from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.data.text_rows import width_of
 from mclclip.export import ExportStep
 from mclclip.models import soup, transformers_folder, weights
 from mclclip.models.clip import is_without_weights
@@ -162,6 +163,8 @@ def _identify_encoder(config: Config) -> dict[str, Any]:
             fields["name"] = files.digest_json(files.read_json(path))
     if model.pretrained is not None and Path(model.pretrained).is_file():
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
+    if model.text_rows:
+        fields["text_rows"] = width_of(model.text_rows)
     if model.image_weights is not None:
         fields["image_weights"] = files.digest_file(
             weights.checked_image_weights(model.image_weights)
@@ -175,7 +178,7 @@ def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
     if start is None:
         return load_towers(layout.export(0))
     fields: dict[str, Any] = {"text": start.text, "image_weights": start.image_weights}
-    fields["long_context"] = start.long_context
+    fields |= {"long_context": start.long_context, "text_rows": start.text_rows}
     return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 

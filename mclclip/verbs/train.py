@@ -24,6 +24,7 @@ from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import KIND
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
@@ -112,6 +113,8 @@ class Training(Step[StageTraining]):
         # In later stages the base's digest stands for it.
         if file is not None and (training.stage == 0 or training.config.trained_model is not None):
             digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
+        if training.reads_text_rows:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
