@@ -120,9 +120,10 @@ class Config:
 
     @property
     def text_rows(self) -> list[str]:
-        """The files of ``text_rows`` of whichever model has them."""
-        trained = [] if self.trained_model is None else self.trained_model.text_rows
-        return self.model.text_rows or trained
+        """The files of ``text_rows`` of all models, whose rows lie in one folder of the run."""
+        models = (self.model, self.trained_model)
+        files = (file for model in models if model is not None for file in model.text_rows)
+        return [*dict.fromkeys(files)]
 
     @property
     def needs_text_embeddings(self) -> bool:

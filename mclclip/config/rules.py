@@ -416,19 +416,10 @@ RULES: tuple[Rule, ...] = (
                  because="the former stretches the text tower: leave one out"),
         Rule(f"{option}.long_context", partial(_long_context, option=option)),
     )),
-    Rule("TRAINING.sentences", lambda at: (
-        at.model.text_rows and at.options.sentences is not None
-        and f"{at.training}.sentences draws parts of captions, and the rows of model.text_rows are "
-        "of whole ones: leave one out")),
-    Rule("TRAINING.objective.hard_captions", lambda at: (
-        at.model.text_rows and at.options.objective.reads.edits is not None
-        and f"{at.training}.objective.hard_captions makes texts that no row of model.text_rows "
-        "stands for: leave one out")),
-    Rule("trained_model.text_rows", lambda at: (
-        (trained := at.config.trained_model) and trained.text_rows and at.config.model.text_rows
-        and trained.text_rows != at.config.model.text_rows
-        and "trained_model.text_rows and model.text_rows name different files: give the same, "
-        "since a run keeps its rows in one folder")),
+    Rule("TRAINING.objective", lambda at: (
+        at.model.text_rows and (at.options.sentences or at.options.objective.reads.edits)
+        and f"{at.training}.sentences and {at.training}.objective.hard_captions make texts for "
+        "which model.text_rows has no rows: leave one out")),
     # --- stages, controls and what is measured
     Rule("cluster.num_clusters", lambda at: (
         isinstance(numbers := at.config.cluster.num_clusters, list)

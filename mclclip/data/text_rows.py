@@ -22,7 +22,6 @@ row by text.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from mclclip.data.bytes import Bytes
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run.artifacts import is_finished, read_manifest, verb_of
-from mclclip.util.files import message_of, printable
+from mclclip.util.files import message_of, parse_json, printable
 from mclclip.util.options import brief
 
 log = logging.getLogger("mclclip")
@@ -174,6 +173,7 @@ def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[A
             cut = slice(start, start + _ROWS_PER_BLOCK)
             yield names[cut], array[cut]
         return
+    where = f"model.text_rows: {path}"
     with _one_line(path), pq.ParquetFile(path) as file:
         columns = [name for name in ("text", "key", "number") if name in file.schema_arrow.names]
         for batch in file.iter_batches(_ROWS_PER_BLOCK, columns=[*columns, "embedding"]):
@@ -184,7 +184,7 @@ def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[A
                     f"model.text_rows: {path} has rows of several widths, or empty ones: wanted "
                     f"{width} numbers in each 'embedding'"
                 )
-            names = [_name(fields, str(path)) for fields in batch.select(columns).to_pylist()]
+            names = [_name(fields, where) for fields in batch.select(columns).to_pylist()]
             yield names, rows.reshape(len(lists), width)
 
 
@@ -194,14 +194,8 @@ def _names_of_lines(path: Path) -> Iterator[_Name]:
         raise FileNotFoundError(f"model.text_rows: there is no {lines} beside {path}: {_WANTED}")
     with lines.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{lines} line {number}"
-            try:
-                fields = json.loads(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"model.text_rows: {where} is no JSON ({message_of(error)})"
-                ) from None
-            yield _name(fields, where)
+            where = f"model.text_rows: {lines} line {number}"
+            yield _name(parse_json(line, where), where)
 
 
 def _name(fields: Any, where: str) -> _Name:
@@ -214,7 +208,7 @@ def _name(fields: Any, where: str) -> _Name:
     if isinstance(text, str) and number is None:
         return _Name(text=text)
     raise ValueError(
-        f"model.text_rows: {where} has a row for {brief(fields)}: wanted a 'text', or a 'key' with "
+        f"{where} has a row for {brief(fields)}: wanted a 'text', or a 'key' with "
         "or without the 'number' of a caption"
     )
 

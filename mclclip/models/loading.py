@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,36 +60,26 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
-        text_rows: files of text embeddings (`data.text_rows`), of whose rows a projection, drawn by
-            `seed`, takes the place of the text tower. An export of such a model needs none: rows
-            are looked up in the folder `text_rows` beside it or above it, if there is one.
+        text_rows: files of text embeddings (`data.text_rows`); a projection of these rows, drawn by
+            `seed`, takes the place of the text tower. An export of such a model needs no files.
 
-    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
-    that do not fit or had another activation, a projector beside a text tower, and a text tower
-    that cannot be stretched; FileNotFoundError if files are missing, or neither cached nor
-    reachable on the hub. Torch's global generators are neither used nor changed.
+    Raises ValueError for a config that is unknown or could bring code, weights that do not fit or
+    had another activation, a projector beside a text tower, and a text tower that cannot be
+    stretched; FileNotFoundError if files are missing, or not reachable on the hub. Torch's global
+    generators are neither used nor changed.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
-    model_cfg, tokenizer = config["model_cfg"], None
     exported: Any
-    if text and (text_rows or WIDTH in model_cfg.get("text_cfg", {})):
-        _check_clip(name, model_cfg, projector)
-        width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
-        exported, model_cfg = _build_on_rows(config, file, seed, _where(name), width)
-        tokenizer = TextRows.beside(directory, width)
-    elif text and "text_cfg" in model_cfg:
-        _check_clip(name, model_cfg, projector)
-        if long_context:
-            model_cfg = towers.longer_config(model_cfg)
-        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
-        vocabulary = clip.vocabulary(exported)
-        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
-        if file:
-            clip.fill(exported, file)
-        if long_context:
-            towers.stretch(exported)
-    else:
+    if not text or not (text_rows or "text_cfg" in config["model_cfg"]):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+        tokenizer = None
+    else:
+        _check_clip(name, config["model_cfg"], projector)
+        build = partial(_build_on_rows, text_rows=text_rows, where=_where(name))
+        if not text_rows and WIDTH not in config["model_cfg"]["text_cfg"]:
+            random_text = bool(file) or not load_weights
+            build = partial(_build_clip, random_text=random_text, long_context=long_context)
+        exported, model_cfg, tokenizer = build(config, file, directory, seed)
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
@@ -113,15 +104,49 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
         )
 
 
+def _build_clip(
+    config: dict[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    *,
+    random_text: bool,
+    long_context: bool,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds open_clip's module and loads its weights from `file`, if there is one.
+
+    Returns it with its model config and its tokenizer.
+    """
+    model_cfg = config["model_cfg"]
+    if long_context:
+        model_cfg = towers.longer_config(model_cfg)
+    exported = clip.build(config, seed, random_text)
+    vocabulary = clip.vocabulary(exported)
+    tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+    if file:
+        clip.fill(exported, file)
+    if long_context:
+        towers.stretch(exported)
+    return exported, model_cfg, tokenizer
+
+
 def _build_on_rows(
-    config: Mapping[str, Any], file: Path | None, seed: int, where: str, width: int
-) -> tuple[RowClip, dict[str, Any]]:
-    """Builds an image tower beside a projection of rows of ``width`` numbers.
+    config: Mapping[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    *,
+    text_rows: Sequence[str],
+    where: str,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds an image tower beside a projection of rows, as wide as those of ``text_rows``, or as
+    the configuration says.
 
     Loads the weights in ``file``: all of them if they are of such a model, else those of the image
-    tower. Returns it with its model config.
+    tower. Returns it with its model config, and the rows in or above ``directory``.
     """
     model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
+    width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
     if is_whole:
         if width != (trained := model_cfg["text_cfg"][WIDTH]):
             raise ValueError(
@@ -135,7 +160,7 @@ def _build_on_rows(
     built = RowClip(tower.visual, whole_cfg, seed)
     if is_whole and file is not None:
         weights.fill(built, weights.read_tensors(file), str(file))
-    return built, whole_cfg
+    return built, whole_cfg, TextRows.beside(directory, width)
 
 
 def _build_image_tower(

@@ -46,7 +46,8 @@ class TowerLayout:
         """
         most = len(self.blocks)
         if not 0 <= number <= most:
-            stem = "" if self.embedding or not most else f" (the stem and {most - 1} residual blocks)"
+            has_stem = self.blocks and not self.embedding
+            stem = f" (the stem and {most - 1} residual blocks)" if has_stem else ""
             raise ValueError(
                 f"{option} is {number}, but the {tower} tower has {most} blocks{stem}: give 0 to "
                 f"{most}{others}"

@@ -11,7 +11,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
       run.lock  run_state.json  config.yaml
       index/                    samples.arrow  shards.json  bad_samples.json  shard_times.json
                                 manifest.json
-      text_rows/                rows.npy  digests.npy  places.npy
+      text_rows/
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
@@ -430,7 +430,7 @@ class RunPaths:
                      index, stage 0 and pseudo labels with its run
     index            the sample index
     root             folder of this variant's stages: the run directory, or the control's folder
-    text_rows        rows of text embeddings that the user brought, where ``model.text_rows`` is set
+    text_rows        copies of the rows of ``model.text_rows``
     results          results.jsonl, one row per figure
     text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
     image_rows       outputs of stage 0's frozen image blocks, a row per sample
