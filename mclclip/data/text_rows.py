@@ -53,8 +53,6 @@ KIND = "text_rows"
 ROWS, _DIGESTS, _PLACES = "rows.npy", "digests.npy", "places.npy"
 SURVEYED = 50_000
 """Number of samples in which missing rows are counted before a training."""
-MOST_MISSING = 0.01
-"""The largest share of captions that may have no row."""
 FILES = (ROWS, _DIGESTS, _PLACES)
 _ROWS_PER_BLOCK = 4096
 _MOST, _COMPARED = 100_000, 4096  # characters of a text: those that are read, and that count
@@ -281,8 +279,8 @@ def _refuse_useless(path: Path, names: Sequence[_Name], rows: npt.NDArray[Any]) 
 def report_missing(rows: TextRows, index: SampleIndex, data: DataConfig) -> None:
     """Logs how many captions of the index have no row; a training replaces their samples.
 
-    It looks at up to ``SURVEYED`` samples, evenly spaced in the index. Raises ValueError if more
-    than 1 % of their captions have none.
+    It looks at up to ``SURVEYED`` samples, evenly spaced in the index. Raises ValueError if
+    their share is above ``data.max_bad_fraction``.
     """
     with_captions = np.flatnonzero(index.num_captions)
     ids = with_captions[:: max(1, -(-len(with_captions) // SURVEYED))]
@@ -302,10 +300,10 @@ def report_missing(rows: TextRows, index: SampleIndex, data: DataConfig) -> None
         f"{missing:,} of {sum(numbers):,} captions, of {len(ids):,} samples that were looked at, "
         f"have no row in {rows.folder}"
     )
-    if share > MOST_MISSING:
+    if share > data.max_bad_fraction:
         raise ValueError(
-            f"model.text_rows: {what}, such as {brief(example)}: wanted at most "
-            f"{MOST_MISSING:.0%}; 'mclclip texts --missing FILE' lists them all"
+            f"model.text_rows: {what}, such as {brief(example)}, and data.max_bad_fraction="
+            f"{data.max_bad_fraction} allows fewer: 'mclclip texts --missing FILE' lists them"
         )
     log.info("text rows: %s", what)
 
