@@ -29,7 +29,7 @@ def check(config: Config) -> None:
     """
     excluded_keys(config.data.exclude)
     if config.text_rows:
-        width_of(config.text_rows)
+        width_of(config.text_rows + config.eval.text_rows)
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:

@@ -248,8 +248,8 @@ def _architectures(at: Subject) -> object:
     if trained is None or not (export.concat or export.soup):
         return None
     equal = model_config(base.name) == model_config(trained.name)
-    texts = [(model.long_context, model.text_rows) for model in (base, trained)]
-    return not (equal and texts[0] == texts[1]) and (
+    same = base.long_context == trained.long_context and base.text_rows == trained.text_rows
+    return not (equal and same) and (
         "trained_model has another architecture than model, and only stages of one architecture "
         "can be joined: set export.concat=[] and export.soup=false"
     )
@@ -416,10 +416,9 @@ RULES: tuple[Rule, ...] = (
                  because="the former stretches the text tower: leave one out"),
         Rule(f"{option}.long_context", partial(_long_context, option=option)),
     )),
-    Rule("TRAINING.objective", lambda at: (
-        at.model.text_rows and (at.options.sentences or at.options.objective.reads.edits)
-        and f"{at.training}.sentences and {at.training}.objective.hard_captions make texts for "
-        "which model.text_rows has no rows: leave one out")),
+    Rule("TRAINING.objective", lambda at: at.model.text_rows
+         and (at.options.sentences or at.options.objective.reads.edits)
+         and f"{at.training}.sentences and hard_captions have no model.text_rows: leave one out"),
     # --- stages, controls and what is measured
     Rule("cluster.num_clusters", lambda at: (
         isinstance(numbers := at.config.cluster.num_clusters, list)
@@ -445,6 +444,8 @@ RULES: tuple[Rule, ...] = (
         (names := _benchmarks_with_texts(at)) and not _reads_texts(at.config.model)
         and f"eval.suite.{names[0]} compares images with texts, and the model has no text tower: "
         "leave it out, or take a CLIP model"), "run"),
+    Rule("eval.text_rows", lambda at: at.config.eval.text_rows and not at.config.text_rows
+         and "eval.text_rows goes with model.text_rows, which names no file: set that too"),
     Rule("TRAINING.checkpoint.mirror", _mirror),
     Rule("TRAINING.evaluate", _metric),
     Rule("TRAINING.evaluate.metric", lambda at: (

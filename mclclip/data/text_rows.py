@@ -49,7 +49,9 @@ from mclclip.util.options import brief
 log = logging.getLogger("mclclip")
 Integers = npt.NDArray[np.int64]
 KIND = "text_rows"
-"""The kind of the artifact, and the name of its folder."""
+"""The kind of the artifact, and the name of the folder with the rows that are trained on."""
+EVAL_ROWS = "eval_text_rows"
+"""The name of the folder with the rows of ``eval.text_rows``."""
 ROWS, _DIGESTS, _PLACES = "rows.npy", "digests.npy", "places.npy"
 SURVEYED = 50_000
 """Number of samples in which missing rows are counted before a training."""
@@ -96,11 +98,11 @@ def files_of(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         paths = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob(pattern)))
         if not paths:
-            raise FileNotFoundError(f"model.text_rows: there is no file {pattern}: {_WANTED}")
+            raise FileNotFoundError(f"text_rows: there is no file {pattern}: {_WANTED}")
         found += [path for path in paths if path not in found]
     for path in found:
         if path.suffix not in (".parquet", ".npy"):
-            raise ValueError(f"model.text_rows: {path} is of another kind: {_WANTED}")
+            raise ValueError(f"text_rows: {path} is of another kind: {_WANTED}")
     return found
 
 
@@ -112,7 +114,7 @@ def width_of(patterns: Sequence[str]) -> int:
     for other, differing in widths.items():
         if differing != width:
             raise ValueError(
-                f"model.text_rows: {other} has rows of width {differing}, and {path} of {width}: "
+                f"text_rows: {other} has rows of width {differing}, and {path} of {width}: "
                 "give rows of one encoder"
             )
     return width
@@ -124,7 +126,7 @@ def _open(path: Path) -> tuple[int, int, np.dtype[Any]]:
         array = open_given_npy(path, "rows of text embeddings")
         if array.ndim != 2 or array.dtype.kind != "f" or not array.size:
             raise ValueError(
-                f"model.text_rows: {path} holds {array.dtype} {list(array.shape)}, wanted "
+                f"text_rows: {path} holds {array.dtype} {list(array.shape)}, wanted "
                 "floating-point numbers [N, W]"
             )
         half = array.dtype.itemsize == 2
@@ -134,7 +136,7 @@ def _open(path: Path) -> tuple[int, int, np.dtype[Any]]:
         names = {"text", "key"} & {*schema.names}
         if "embedding" not in schema.names or not names or not num_rows:
             raise ValueError(
-                f"model.text_rows: {path} has {num_rows:,} rows and the columns "
+                f"text_rows: {path} has {num_rows:,} rows and the columns "
                 f"{printable(', '.join(schema.names))[:200]}: {_WANTED}"
             )
         first = next(file.iter_batches(1, columns=["embedding"]))["embedding"]
@@ -154,7 +156,7 @@ class _one_line:
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if isinstance(error, pa.ArrowException | AttributeError | OSError | TypeError):
             raise ValueError(
-                f"model.text_rows: {self.path} cannot be read ({message_of(error)}): {_WANTED}"
+                f"text_rows: {self.path} cannot be read ({message_of(error)}): {_WANTED}"
             ) from error
 
 
@@ -164,14 +166,14 @@ def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[A
         array, names = open_given_npy(path, "rows of text embeddings"), [*_names_of_lines(path)]
         if len(names) != len(array):
             raise ValueError(
-                f"model.text_rows: {path} has {len(array):,} rows, and {path.with_suffix('.jsonl')}"
+                f"text_rows: {path} has {len(array):,} rows, and {path.with_suffix('.jsonl')}"
                 f" {len(names):,} lines: wanted a line for each row, in their order"
             )
         for start in range(0, len(array), _ROWS_PER_BLOCK):
             cut = slice(start, start + _ROWS_PER_BLOCK)
             yield names[cut], array[cut]
         return
-    where = f"model.text_rows: {path}"
+    where = f"text_rows: {path}"
     with _one_line(path), pq.ParquetFile(path) as file:
         columns = [name for name in ("text", "key", "number") if name in file.schema_arrow.names]
         for batch in file.iter_batches(_ROWS_PER_BLOCK, columns=[*columns, "embedding"]):
@@ -179,7 +181,7 @@ def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[A
             rows = lists.flatten().to_numpy(zero_copy_only=False)
             if lists.null_count or len(rows) != len(lists) * width:
                 raise ValueError(
-                    f"model.text_rows: {path} has rows of several widths, or empty ones: wanted "
+                    f"text_rows: {path} has rows of several widths, or empty ones: wanted "
                     f"{width} numbers in each 'embedding'"
                 )
             names = [_name(fields, where) for fields in batch.select(columns).to_pylist()]
@@ -189,10 +191,10 @@ def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[A
 def _names_of_lines(path: Path) -> Iterator[_Name]:
     lines = path.with_suffix(".jsonl")
     if not lines.is_file():
-        raise FileNotFoundError(f"model.text_rows: there is no {lines} beside {path}: {_WANTED}")
+        raise FileNotFoundError(f"text_rows: there is no {lines} beside {path}: {_WANTED}")
     with lines.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            where = f"model.text_rows: {lines} line {number}"
+            where = f"text_rows: {lines} line {number}"
             yield _name(parse_json(line, where), where)
 
 
@@ -252,7 +254,7 @@ def write_text_rows(patterns: Sequence[str], folder: Path) -> dict[str, int]:
         doubled[places] = False
         if doubled.any():
             raise ValueError(
-                f"model.text_rows: {int(doubled.sum()):,} rows have the key of an earlier row, as "
+                f"text_rows: {int(doubled.sum()):,} rows have the key of an earlier row, as "
                 f"row {int(doubled.argmax()) + 1:,} of all: give the 'number' of the caption too"
             )
     save_npy(folder / _DIGESTS, unique)
@@ -267,7 +269,7 @@ def _refuse_useless(path: Path, names: Sequence[_Name], rows: npt.NDArray[Any]) 
     if useless.any():
         first = names[int(useless.argmax())]
         raise ValueError(
-            f"model.text_rows: {path} has rows that hold NaN, infinity or nothing but zeros, as "
+            f"text_rows: {path} has rows that hold NaN, infinity or nothing but zeros, as "
             f"that of {brief(first.text if first.key is None else first.key)}: embed these texts "
             "again, or leave the rows out"
         )
@@ -298,58 +300,68 @@ def report_missing(rows: TextRows, index: SampleIndex, data: DataConfig) -> None
     share = missing / max(1, sum(numbers))
     what = (
         f"{missing:,} of {sum(numbers):,} captions, of {len(ids):,} samples that were looked at, "
-        f"have no row in {rows.folder}"
+        f"have no row in {' and '.join(map(str, rows.folders))}"
     )
     if share > data.max_bad_fraction:
         raise ValueError(
-            f"model.text_rows: {what}, such as {brief(example)}, and data.max_bad_fraction="
+            f"text_rows: {what}, such as {brief(example)}, and data.max_bad_fraction="
             f"{data.max_bad_fraction} allows fewer: 'mclclip texts --missing FILE' lists them"
         )
     log.info("text rows: %s", what)
 
 
+def folders_beside(directory: Path) -> list[Path]:
+    """Returns the finished folders ``text_rows`` and ``eval_text_rows`` in a model's ``directory``,
+    or in the first folder above it that has one, such as the run directory."""
+    for folder in (Path(directory), *Path(directory).resolve().parents[:6]):
+        near = [path for name in (KIND, EVAL_ROWS) if is_finished(path := folder / name)]
+        if near:
+            return near
+    return []
+
+
 class TextRows:
     """Looks rows [W] up by texts, or by the keys of samples; stands in the place of a tokenizer.
 
-    ``folder`` is what ``mclclip texts`` wrote; None: there are no rows, and every look-up raises
-    ValueError. ``width`` is the W that a model's projection takes; ValueError for other rows.
-    It pickles without open files.
+    ``folders`` are what ``mclclip texts`` wrote, of which an earlier one comes first; without one
+    every look-up raises ValueError. ``width`` is the W that a model's projection takes; ValueError
+    for other rows. It pickles without open files.
     """
 
-    def __init__(self, folder: Path | None, width: int) -> None:
-        self.folder, self.width = folder, width
-        self.by_key = self.only_by_key = False
-        if folder is None:
-            return
-        manifest = read_manifest(folder, KIND)
-        manifest.check(folder)
-        self.by_key = bool(manifest.counts["by_key"])
-        self.only_by_key = manifest.counts["by_key"] == manifest.counts["rows"]
-        if manifest.counts["width"] != width:
-            raise ValueError(
-                f"{folder} has rows of width {manifest.counts['width']}, and the projection of the "
-                f"model takes {width}: bring rows of the encoder that it was trained with"
-            )
+    def __init__(self, folders: Sequence[Path], width: int) -> None:
+        self.folders, self.width = [*folders], width
+        counts = []
+        for folder in folders:
+            manifest = read_manifest(folder, KIND)
+            manifest.check(folder)
+            counts.append(manifest.counts)
+            if counts[-1]["width"] != width:
+                raise ValueError(
+                    f"{folder} has rows of width {counts[-1]['width']}, and the projection of the "
+                    f"model takes {width}: bring rows of the encoder that it was trained with"
+                )
+        self.by_key = any(each["by_key"] for each in counts)
+        self.only_by_key = all(each["by_key"] == each["rows"] for each in counts)
 
     @classmethod
     def beside(cls, directory: Path | None, width: int) -> TextRows:
-        """Opens the folder ``text_rows`` in a model's ``directory``, or in a folder above it, such
-        as the run directory; without one there are no rows."""
-        folders = [] if directory is None else [directory, *Path(directory).resolve().parents[:6]]
-        near = (Path(folder) / KIND for folder in folders)
-        return cls(next(filter(is_finished, near), None), width)
+        """Opens the rows of the model in ``directory`` (``folders_beside``)."""
+        return cls([] if directory is None else folders_beside(directory), width)
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
         """Returns the rows of N texts, float32 [N, W]. Raises ValueError if one has no row."""
-        texts = [texts] if isinstance(texts, str) else texts
+        return self.read(self.find([texts] if isinstance(texts, str) else texts))
+
+    def find(self, texts: Sequence[str]) -> Integers:
+        """Returns the places of the rows of N texts, [N]. Raises ValueError if one has no row."""
         places = self._find([_Name(text=text) for text in texts])
         if missing := [text for text, place in zip(texts, places, strict=True) if place < 0]:
             raise ValueError(
-                f"{len(missing):,} of {len(texts):,} texts have no row in {self.folder}, such as "
+                f"{len(missing):,} of {len(texts):,} texts have no row in {self._where}, such as "
                 f"{brief(missing[0])}: 'mclclip texts --missing FILE' lists all that a run reads; "
-                "embed these, and add the file to model.text_rows"
+                "embed these, and name the file in model.text_rows or eval.text_rows"
             )
-        return self.read(places)
+        return places
 
     def has(self, text: str) -> bool:
         """Returns True if a text has a row of its own."""
@@ -369,30 +381,44 @@ class TextRows:
 
     def read(self, places: Sequence[int] | Integers) -> Tensor:
         """Reads the rows at ``places``, float32 [n, W]."""
-        return torch.from_numpy(np.asarray(self._arrays[2][places], np.float32))
+        wanted, rows = np.asarray(places), np.empty((len(places), self.width), np.float32)
+        for start, _, _, stored in self._tables:
+            here = (wanted >= start) & (wanted < start + len(stored))
+            rows[here] = stored[wanted[here] - start]
+        return torch.from_numpy(rows)
 
     def _find(self, names: Sequence[_Name]) -> Integers:
         """Returns the place of each name's row; -1: it has none."""
-        if self.folder is None:
+        if not self.folders:
             raise ValueError(
                 "the model reads rows of text embeddings in the place of texts, and there is no "
                 f"folder {KIND!r} beside it: put there what 'mclclip {verb_of(KIND)}' wrote, or "
                 f"give encode_text rows as a tensor [N, {self.width}]"
             )
-        digests, places, _ = self._arrays
         wanted = np.array([name.digest for name in names], np.int64)
-        at = np.minimum(np.searchsorted(digests, wanted), len(digests) - 1)
-        return np.where(digests[at] == wanted, places[at], -1)
+        found = np.full(len(wanted), -1)
+        for start, digests, places, _ in reversed(self._tables):
+            at = np.minimum(np.searchsorted(digests, wanted), len(digests) - 1)
+            found = np.where(digests[at] == wanted, start + places[at], found)
+        return found
 
     @cached_property
-    def _arrays(self) -> tuple[Integers, Integers, npt.NDArray[Any]]:
-        assert self.folder is not None
-        verb = verb_of(KIND)
-        digests, places, rows = (open_npy(self.folder / n, verb) for n in (_DIGESTS, _PLACES, ROWS))
-        return digests, places, rows
+    def _tables(self) -> list[tuple[int, Integers, Integers, npt.NDArray[Any]]]:
+        """Of each folder the place of its first row, its digests, their places, and its rows."""
+        tables: list[tuple[int, Integers, Integers, npt.NDArray[Any]]] = []
+        start, verb = 0, verb_of(KIND)
+        for folder in self.folders:
+            digests, places, rows = (open_npy(folder / n, verb) for n in (_DIGESTS, _PLACES, ROWS))
+            tables.append((start, digests, places, rows))
+            start += len(rows)
+        return tables
+
+    @property
+    def _where(self) -> str:
+        return " and ".join(map(str, self.folders))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_arrays"}
+        return {name: value for name, value in vars(self).items() if name != "_tables"}
 
     def __deepcopy__(self, memo: Any) -> TextRows:
         return self  # it has no state that changes

@@ -156,7 +156,7 @@ class StageTraining:
         """The user's rows that stand for captions, where ``model.text_rows`` is set. Raises the
         errors of ``TextRows``."""
         files = self.config.model_of(self.name).text_rows
-        return TextRows(self.layout.text_rows, width_of(files)) if files else None
+        return TextRows([self.layout.text_rows], width_of(files)) if files else None
 
     def read_extras(self) -> list[Extra]:
         """Returns further tensors of every sample, which the objective reads. Raises ValueError

@@ -276,7 +276,7 @@ class TextEmbeddings(Step[Pass]):
         model = load_towers(how.layout.export(how.stage)).eval().to(how.context.device)
         source = how.source(model)
         if isinstance(model.tokenizer, TextRows):
-            rows = model.tokenizer
+            rows = model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
             collectives.on_main(lambda: report_missing(rows, how.index, how.config.data))
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
         per_caption = 1 if how.edits is None else how.edits.per_caption

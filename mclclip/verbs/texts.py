@@ -25,6 +25,7 @@ from mclclip.data.text_rows import (
     ROWS,
     TextRows,
     digest_of,
+    report_missing,
     width_of,
     write_text_rows,
 )
@@ -49,12 +50,13 @@ def run(
     missing: Path | None = None,
     force: Remake = Remake.NOTHING,
 ) -> Path:
-    """Copies the rows of ``model.text_rows`` into the run directory; returns their folder.
+    """Copies the rows of ``model.text_rows`` and ``eval.text_rows`` into the run directory; returns
+    the folder of the former.
 
     With ``missing`` it writes the texts that have no row into this file: the captions of the index,
     if there is one, and the texts of the benchmarks of ``eval.suite``. Without ``model.text_rows``
-    these are all. Raises ValueError for rows that cannot be used, and where neither ``missing`` nor
-    ``model.text_rows`` is given.
+    these are all. Raises ValueError for rows that cannot be used, for texts without a row if they
+    are not to be listed, and where neither ``missing`` nor ``model.text_rows`` is given.
     """
     layout, patterns = RunPaths.of(config), config.text_rows
     if not patterns and missing is None:
@@ -64,8 +66,12 @@ def run(
         )
     if patterns:
         make_artifact(UserRows(), layout.text_rows, patterns, force)
+    if config.eval.text_rows:
+        make_artifact(UserRows(), layout.eval_text_rows, config.eval.text_rows, force)
     if missing is not None:
         collectives.on_main(lambda: _write_missing(config, layout, missing))
+    else:
+        collectives.on_main(lambda: _check_texts(config, layout))
     return layout.text_rows
 
 
@@ -96,11 +102,23 @@ class UserRows(Step[Sequence[str]]):
 # --- the texts that a run reads ------------------------------------------------------------------
 
 
+def _check_texts(config: Config, layout: RunPaths) -> None:
+    """Raises ValueError if too many captions, or any text of a benchmark, have no row."""
+    width = width_of(config.text_rows)
+    if config.reads_captions and is_finished(layout.index):
+        rows = TextRows([layout.text_rows], width)
+        report_missing(rows, SampleIndex.open(layout.index), config.data)
+    _open_rows(config, layout).find([*_texts_of_benchmarks(config)])
+
+
+def _open_rows(config: Config, layout: RunPaths) -> TextRows:
+    further = [layout.eval_text_rows] if config.eval.text_rows else []
+    return TextRows([layout.text_rows, *further], width_of(config.text_rows))
+
+
 def _write_missing(config: Config, layout: RunPaths, path: Path) -> None:
     """Writes a line {"text": ...} for every different text without a row."""
-    rows = None
-    if config.text_rows:
-        rows = TextRows(layout.text_rows, width_of(config.text_rows))
+    rows = _open_rows(config, layout) if config.text_rows else None
     texts = dict.fromkeys(_captions_without_row(config, layout, rows))
     num_captions = len(texts)
     for text in _texts_of_benchmarks(config):
@@ -133,7 +151,7 @@ def _texts_of_benchmarks(config: Config) -> dict[str, None]:
     listener = _Listener(SimpleNamespace(tokenizer=None, logit_scale=1.0, embed_dim=2))  # type: ignore[arg-type]
     for benchmark in config.eval.suite.values():
         protocol = evaluator(benchmark.kind)
-        if protocol.reads_text:
+        if protocol.reads_text and Path(benchmark.path).is_dir():
             protocol.evaluate(listener, Path(benchmark.path), **benchmark.options)
     return listener.heard
 

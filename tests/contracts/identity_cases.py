@@ -134,6 +134,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "controls": ("controls=[ungrouped]", set()),
     "eval.suite": ("eval.suite.pairs.path={folder}", set()),
     "eval.encoders": ("eval.encoders=[stage_1]", set()),
+    "eval.text_rows": ("eval.text_rows=[a.npy]", set()),
     "eval.batch_size": ("eval.batch_size=1", set()),
     "eval.precision": ("eval.precision=bf16", set()),
     "export.concat": ("export.concat=[raw]", set()),

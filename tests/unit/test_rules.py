@@ -108,6 +108,7 @@ CASES = [
     case("trained_model.text", f"{MLCD} | train.objective.centers=normal | export.soup=false | "
          "export.concat=[] | trained_model={name: ViT-B-32, long_context: true, text: false}",
          then="trained_model.text=true"),
+    case("eval.text_rows", "eval.text_rows=[a.npy]", then="model.text_rows=[b.npy]"),
     case("train.sentences", f"{ROWS} | train.sentences={{number: 1}}",
          then="train.sentences=null"),
     case("cluster.num_clusters", "cluster.num_clusters=[3, 3]", then="num_stages=2"),

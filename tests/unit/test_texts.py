@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 import torch
 
 from mclclip import checkpoint, config, method
+from mclclip.api import Run
 from mclclip.config import Config
+from mclclip.data.bytes import Bytes
+from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
+from mclclip.eval.protocols import EvalConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.verbs import index, texts, train
 from tests import tiny
@@ -102,9 +107,8 @@ def test_a_sample_without_a_row_is_replaced_and_many_are_refused(
     )
     found = options(data, tmp_path / "run", rows=without(data, tmp_path, 1))
     index.run(found, SINGLE)
-    texts.run(found, SINGLE)
-    with pytest.raises(ValueError, match=r"model\.text_rows: .*max_bad_fraction=0\.01") as caught:
-        train.run(found, SINGLE, stage=0)
+    with pytest.raises(ValueError, match=r"text_rows: .*max_bad_fraction=0\.01") as caught:
+        texts.run(found, SINGLE)
     assert "\n" not in str(caught.value) and "--missing" in str(caught.value)
     assert not (tmp_path / "run/stage_0").exists()
     found = options(data, tmp_path / "run", "data.max_bad_fraction=0.1", rows=tmp_path / "some.npy")
@@ -134,3 +138,38 @@ def test_other_rows_make_another_training(data: Path, tmp_path: Path) -> None:
 def test_the_verb_without_files_says_what_to_give(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.text_rows.*--missing"):
         texts.run(config.from_tree(tiny.tree(tmp_path / "run", data)), SINGLE)
+
+
+def test_rows_of_benchmarks_may_be_added_after_the_training(data: Path, tmp_path: Path) -> None:
+    """They are no part of its identity; a text without a row stops the run before it trains."""
+    lines, rows = tiny.rows(data / "rows.jsonl"), np.load(data / "rows.npy")
+    index.run(options(data, tmp_path / "run"), SINGLE)
+    captions = {
+        text for texts_of_one in _captions(options(data, tmp_path / "run")) for text in texts_of_one
+    }
+    for name, wanted in (("captions", True), ("prompts", False)):
+        some = [n for n, line in enumerate(lines) if (line["text"] in captions) == wanted]
+        assert some
+        np.save(tmp_path / f"{name}.npy", rows[some])
+        text = "".join(json.dumps(lines[n]) + "\n" for n in some)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    found = options(data, tmp_path / "run", "num_stages=0", rows=tmp_path / "captions.npy")
+    with pytest.raises(ValueError, match="texts have no row.*--missing"):
+        method.run(found, SINGLE)
+    assert not (tmp_path / "run/stage_0").exists()
+    method.run(replace(found, eval=EvalConfig()), SINGLE)
+    before = tiny.digests(tmp_path / "run")
+    further = options(
+        data, tmp_path / "run", "num_stages=0", f"eval.text_rows=[{tmp_path}/prompts.npy]",
+        rows=tmp_path / "captions.npy",
+    )  # fmt: skip
+    method.run(further, SINGLE)
+    assert {row.model for row in results.read(tmp_path / "run/results.jsonl")} == {"stage_0"}
+    assert tiny.digests(tmp_path / "run") == before
+    encoder = Run.open(tmp_path / "run").encoder("stage_0")
+    assert encoder.encode_text([line["text"] for line in lines]).shape == (len(lines), 8)
+
+
+def _captions(found: Config) -> list[list[str]]:
+    samples = SampleIndex.open(Path(found.run_dir) / "index")
+    return Bytes(samples, found.data).captions_of([*range(len(samples))])

@@ -36,7 +36,7 @@ def write_parquet(path: Path, rows: Sequence[Any], **columns: Sequence[Any]) -> 
 
 def opened(folder: Path, *files: str, width: int = 2) -> TextRows:
     options = {"run_dir": str(folder / "run"), "model": {"text_rows": [*files]}}
-    return TextRows(texts.run(config.from_tree(options), SINGLE), width)
+    return TextRows([texts.run(config.from_tree(options), SINGLE)], width)
 
 
 def test_rows_are_found_by_text_in_both_kinds_of_files(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_rows_that_cannot_be_used_are_one_line(
     tmp_path: Path, names: Names, rows: Any, reason: str
 ) -> None:
     file = write_npy(tmp_path / "a.npy", names, rows)
-    with pytest.raises(ValueError, match=rf"model\.text_rows: .*{reason}") as caught:
+    with pytest.raises(ValueError, match=rf"text_rows: .*{reason}") as caught:
         opened(tmp_path, file)
     assert "\n" not in str(caught.value)
     assert not [*(tmp_path / "run").rglob("*.npy")]
@@ -128,13 +128,12 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     ]:  # fmt: skip
         with pytest.raises((ValueError, FileNotFoundError), match=reason) as caught:
             opened(tmp_path, *files)
-        assert "\n" not in str(caught.value) and "model.text_rows" in str(caught.value)
+        assert "\n" not in str(caught.value) and "text_rows" in str(caught.value)
 
 
 def test_rows_of_another_width_than_the_projection_are_refused(tmp_path: Path) -> None:
     rows = opened(tmp_path, write_parquet(tmp_path / "a.parquet", [[1.0, 2.0]], text=["a"]))
-    assert rows.folder is not None
     with pytest.raises(ValueError, match="width 2, .* takes 3"):
-        TextRows(rows.folder, 3)
+        TextRows(rows.folders, 3)
     with pytest.raises(ValueError, match=r"no folder 'text_rows'.*\[N, 3\]"):
-        TextRows(None, 3)(["a"])
+        TextRows([], 3)(["a"])
