@@ -21,6 +21,7 @@ ELSEWHERE = {
     "base": "makes stage 0 a training: test_train",
     "model.image_weights": "its file's digest counts: test_backbones",
     "model.text_rows": "its files' digest counts: test_texts",
+    "eval.text_rows": "goes with model.text_rows, and changes no training: test_texts",
     "train.plan.weights": "its file's digest counts: test_weights",
     "image_rows.enabled": "makes further artifacts: test_image_rows",
 }
@@ -134,7 +135,6 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "controls": ("controls=[ungrouped]", set()),
     "eval.suite": ("eval.suite.pairs.path={folder}", set()),
     "eval.encoders": ("eval.encoders=[stage_1]", set()),
-    "eval.text_rows": ("eval.text_rows=[a.npy]", set()),
     "eval.batch_size": ("eval.batch_size=1", set()),
     "eval.precision": ("eval.precision=bf16", set()),
     "export.concat": ("export.concat=[raw]", set()),

@@ -107,7 +107,8 @@ def call_texts(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -
     if not path.exists():
         rows = [[1.0, 2.0], [3.0, float(len(dict(change)))]]
         pq.write_table(pa.table({"text": ["a dog", "a cat"], "embedding": rows}), path)
-    return of_run(texts.run, f"model.text_rows=[{path.resolve()}]")(folder, (), force)
+    words = [f"model.text_rows=[{path.resolve()}]", "data.max_bad_fraction=1", "eval.suite={}"]
+    return of_run(texts.run, *words)(folder, (), force)
 
 
 INDEX = ("index/manifest.json", "run 'mclclip index' first")
