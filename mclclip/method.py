@@ -25,11 +25,12 @@ from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.run import trackers
 from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.util.remake import Remake
-from mclclip.verbs import cluster, embed, export, index, relocate, train
+from mclclip.verbs import cluster, embed, export, index, relocate, report, texts, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -47,6 +48,8 @@ def run(
     collectives.on_main(lambda: check(config, context))
     with _recorded(config, context):
         inputs.check_samples(config, index.run(config, context, force=force))
+        if config.text_rows:
+            texts.run(config, context, force=force)
         teachers = {}
         for teacher, reads_texts in config.teachers.items():
             folder = embed.run(config, context, encoder=teacher, force=force).parent
@@ -68,6 +71,8 @@ def run(
             if config.has_stages:  # concatenation and soup of the stages
                 joined = export.join(config, context, variant=variant, force=force)
                 _evaluate(config, context, variant, joined)
+    if config.track:
+        collectives.on_main(lambda: report.track(config))
     log.info("'mclclip report %s' makes one page of all that this run left", config.run_dir)
     return Path(config.run_dir)
 
@@ -91,6 +96,8 @@ def prepare(
             inputs.check_samples(reader, samples)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+    if config.text_rows:
+        texts.run(config, context, force=force)
     for teacher in sorted({name for reader in readers.values() for name in reader.teachers}):
         embed.run(config, context, encoder=teacher, readers=[*readers.values()], force=force)
     _stage(config, context, 0, "mcl", force)
@@ -104,6 +111,7 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     rules.check(config, num_ranks=context.world_size, run=True)
     inputs.check(config)
+    trackers.check_installed(config.track)
     if config.relocate.enabled and config.has_stages:
         relocate.check(config)
     if reads_benchmarks:
@@ -148,7 +156,8 @@ def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str
         if encoders is None or name in ("stage_0", *encoders)
     }
     if compared:
-        evaluation.evaluate(config, context, compared, path=layout.results)
+        widths = sorted(config.train.objective.reads.widths)
+        evaluation.evaluate(config, context, compared, path=layout.results, widths=widths)
 
 
 # --- within a training --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from mclclip.data.decode import Pixels
 from mclclip.data.options import DataConfig, EmbedConfig, ImageRowsConfig, RelocateConfig
 from mclclip.eval.protocols import EvalConfig
 from mclclip.models.options import ExportConfig, ModelConfig, more_than_crops
+from mclclip.run.trackers import TrackerName
 from mclclip.train.options import TrainConfig
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import STRICT, Seed, each_once
@@ -68,8 +69,10 @@ class Config:
     runs cannot tell a difference from noise: repeat both with other seeds."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
-    track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Where metrics are logged besides metrics.jsonl."""
+    track: Annotated[list[TrackerName], AfterValidator(each_once)] = field(default_factory=list)
+    """Trackers that get the metrics besides metrics.jsonl, and at the end of a run its verdict and
+    its report: tensorboard, wandb, mlflow, trackio, or the name of an entry point of the group
+    mclclip.trackers. The environment variables of each apply."""
 
     @property
     def has_stages(self) -> bool:
@@ -127,6 +130,13 @@ class Config:
             name: any((name, "text_features") in reads.encoders for reads in every)
             for name in names
         }
+
+    @property
+    def text_rows(self) -> list[str]:
+        """The files of ``text_rows`` of all models, whose rows lie in one folder of the run."""
+        models = (self.model, self.trained_model)
+        files = (file for model in models if model is not None for file in model.text_rows)
+        return [*dict.fromkeys(files)]
 
     @property
     def needs_text_embeddings(self) -> bool:

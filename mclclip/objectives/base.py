@@ -10,12 +10,9 @@ A configuration names one objective, or a list of them whose weighted losses are
 
 from __future__ import annotations
 
-import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -64,11 +61,13 @@ class Reads:
     threshold        clusters of a smaller similarity are left out, but for the nearest (None: none)
     attribute        attribute of the samples that is their class, as data.sources names them, such
                      as ``shape`` (None: none); samples without it are left out
-    digests          ``contrast.DIGESTS``, which tell equal captions and pictures
     encoders         what is read of frozen encoders, as pairs of an encoder (NAME@TAG or a folder;
                      None: that of stage 0) and what: stored embeddings, which come as the batch's
                      extras by the names of `stored_name`; or the ``model`` itself
     near_start       the objective holds the model near stage 0, from whose weights it starts
+    near_copies      options of samples that are no negatives (`near_copies.NearCopies`); digests
+                     tell them, or stage 0's embeddings
+    widths           widths that are trained beside the whole width of the features
     edits            options of edited captions, which are wrong for their pictures; they come as
                      the batch's extras ``edited_text`` and ``has_edit``, or, if text embeddings are
                      stored, as ``edited_features``
@@ -87,9 +86,10 @@ class Reads:
     drawn: float | None = None
     threshold: float | None = None
     attribute: str | None = None
-    digests: bool = False
     encoders: frozenset[tuple[str | None, What]] = frozenset()
     near_start: bool = False
+    near_copies: frozenset[Any] = frozenset()
+    widths: frozenset[int] = frozenset()
     edits: Any = None
     follows_weights: bool = False
     queue_size: int = 0
@@ -125,6 +125,11 @@ class Reads:
     def num_classes_per_sample(self) -> int:
         """Columns of a batch's ``classes``; 0 if it has none."""
         return 1 if self.attribute is not None else self.clusters
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Names of a batch's extras that tell equal captions and pictures; none if not read."""
+        return frozenset[str]().union(*(near.digests for near in self.near_copies))
 
     @classmethod
     def of_all(cls, every: Sequence[Reads]) -> Reads:
@@ -429,14 +434,8 @@ class ObjectiveSum(Objective):
 
 def kinds() -> list[str]:
     """Returns every kind that a configuration may name, of this folder and of other packages."""
-    others = _plugins(tuple(sys.path)).names
+    others = shipped.installed(ENTRY_POINTS).names
     return sorted({*shipped.plugins("objectives"), *_MODULES, *others})
-
-
-@functools.cache
-def _plugins(path: tuple[str, ...]) -> EntryPoints:
-    """Returns the entry points of other packages' objectives, found on ``sys.path``."""
-    return entry_points(group=ENTRY_POINTS)
 
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
@@ -445,7 +444,7 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
     if kind not in kinds():
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
-    if points := _plugins(tuple(sys.path)).select(name=kind):
+    if points := shipped.installed(ENTRY_POINTS).select(name=kind):
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:

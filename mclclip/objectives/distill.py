@@ -71,9 +71,10 @@ from mclclip.objectives.base import (
     encode,
     stored_name,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, choose_no_autocast, divergences, to_fp32
+from mclclip.objectives.pairs import TILE, Pairs
+from mclclip.objectives.row_losses import divergences, to_fp32
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import not_compiled
+from mclclip.ranks.process_group import choose_no_autocast, not_compiled
 from mclclip.util.options import STRICT
 
 

@@ -26,7 +26,8 @@ from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import ExportStep
 from mclclip.models import soup, weights
 from mclclip.models.clip import is_without_weights
-from mclclip.models.encoder import Encoder, counts_of, identify_encoder, save_concat
+from mclclip.models.encoder import Encoder, counts_of, save_concat
+from mclclip.models.encoder_names import identify_encoder
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
@@ -152,8 +153,7 @@ def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
     start = config.model if stage == 0 else config.trained_model
     if start is None:
         return load_towers(layout.export(0))
-    fields: dict[str, Any] = {"text": start.text, "image_weights": start.image_weights}
-    fields["long_context"] = start.long_context
+    fields = {"image_weights": start.image_weights, **start.of_towers}
     return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 

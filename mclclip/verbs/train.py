@@ -24,8 +24,10 @@ from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import KIND
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
+from mclclip.plan.memory import count_operations
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -33,7 +35,7 @@ from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
 from mclclip.train.build import StageTraining, TrainingInputs
-from mclclip.train.loop import Evaluate
+from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
 from mclclip.util.remake import Remake
@@ -120,6 +122,8 @@ class Training(Step[StageTraining]):
         for teacher in reads.teachers:
             export = layout.encoder(teacher) / "export"
             digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
+        if training.reads_text_rows:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
@@ -147,11 +151,16 @@ class Training(Step[StageTraining]):
         inputs = build.read_inputs(training)
         model = build.build_model(training, inputs.image_rows)
         objective = build.build_objective(training, model, inputs.classes)
+        module = ModelWithObjective(model, objective, self.train.precision)
+        module.to(training.context.device)
+        build.log_groups(training, module)
         groups = StageGroups(training.directory / _GROUPS)
         collectives.on_main(lambda: _write_groups(training, inputs, groups, out))
+        stored = training.stage > 0 and self.train.reads_text_embeddings
         trainer = build.build_trainer(
-            training, inputs, model, objective, groups, out.identity, self.steps
-        )
+            training, inputs, module, groups, out.identity, self.steps,
+            count_operations(module, self.train, training.context.device, stored),
+        )  # fmt: skip
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}
         if trainer.evaluation and (best := trainer.evaluation.exported_step) is not None:

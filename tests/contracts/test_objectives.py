@@ -35,7 +35,6 @@ from mclclip.objectives.base import (
     options_class,
     parse,
 )
-from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import ModelWithObjective
@@ -45,7 +44,7 @@ from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, whole
 from tests.engines import build_engine
 from tests.matrix import in_soak, kept
-from tests.objective_loops import NUM_CLASSES, SEED, Step
+from tests.objective_loops import DIGESTS, NUM_CLASSES, SEED, Step
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, DIM = 12, 4, 8
@@ -80,8 +79,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
         )
         for name, (encoder, _) in reads.stored.items()
     }
-    if reads.digests:
-        extras |= zip(DIGESTS, digests, strict=True)
+    extras |= {n: d for n, d in zip(DIGESTS, digests, strict=True) if n in reads.digests}
     if reads.edits:  # in every third step none is there
         shape = (rows, reads.edits.per_caption)
         extras["edited_text"] = torch.randint(1, 400, (*shape, 20), generator=random)
@@ -318,14 +316,27 @@ WRONG = [
     wrong("ifm", "epsilon", epsilon=-0.1),
     wrong("supcon", "num_views", num_views=3),
     wrong("sigmoid", "between", between="texts"),
-    wrong("ifm", "'negatives' or 'masked'", equal_captions="positives"),
-    wrong("hcl", "'negatives' or 'masked'", equal_captions="positives"),
-    wrong("nt_xent", "equal_captions", equal_captions="masked"),
     *(
-        wrong(kind, f"equal_captions={how} is for between=captions, and views read none",
-              between="views", equal_captions=how)
-        for kind, how in (("hcl", "masked"), ("sigmoid", "positives"))
+        wrong(kind, "near_copies.role=positives is for", near_copies={"role": "positives"})
+        for kind in ("ifm", "hcl", "nt_xent")
     ),
+    *(
+        wrong(kind, "near_copies between views compares pictures", near_copies=near, **views)
+        for near in ({"of": ["captions"]}, {"margin": 0.1})
+        for kind, views in (("nt_xent", {}), ("sigmoid", {"between": "views"}))
+    ),
+    wrong("info_nce", "near_copies.threshold", near_copies={"threshold": 0.0}),
+    wrong("info_nce", "near_copies.margin", near_copies={"margin": -0.1}),
+    wrong("info_nce", "leave one out", near_copies={"margin": 0.1, "threshold": 0.9}),
+    wrong("info_nce", "near_copies.of=pairs", near_copies={"of": ["pairs"]}),
+    wrong("info_nce", "each of them once", near_copies={"of": ["captions", "captions"]}),
+    wrong("info_nce", "near_copies.of", near_copies={"of": []}),
+    wrong("info_nce", "near_copies.of", near_copies={"of": ["images"]}),
+    *(
+        wrong(kind, r"widths=\[8, 4\] do not ascend", widths=[8, 4])
+        for kind in ("info_nce", "sigmoid")
+    ),
+    wrong("info_nce", "widths", widths=[0, 4]),
     wrong("info_nce", r"no rule 'color' for captions \(nearest: colour",
           hard_captions={"rules": ["color"]}),
     wrong("info_nce", "rules and field are given",
