@@ -343,8 +343,8 @@ def count_operations(
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
-    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
-    features stand for captions.
+    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
+    stored text features stand for captions.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
     batch = _batch(model, options, _ROWS, cached_text)
@@ -357,11 +357,7 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-        StepMeter() as meter,
-    ):
+    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
         features = trainee(trainee.on_device(batch, device), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(sums)
