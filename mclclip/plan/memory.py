@@ -215,7 +215,8 @@ def _batch(
     ``cached_text``: it has stored text features in the place of tokens. ``teacher``: tells the
     widths of other encoders' stored embeddings (None: the batch has none).
     """
-    dtype, dim, context = next(model.parameters()).dtype, model.embed_dim, _context_length(model)
+    dtype, dim = next(model.parameters()).dtype, model.embed_dim
+    context = model.empty_texts(1).shape[1]
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
     def values(*shape: int) -> Tensor:
@@ -241,7 +242,7 @@ def _batch(
         sample_id=ids(),
         step=0,
         group_size=options.global_batch,
-        text=ids(context) if reads.captions and not cached_text else None,
+        text=model.empty_texts(local) if reads.captions and not cached_text else None,
         text_features=values(dim) if cached_text else None,
         extras=extras,
     )
@@ -392,13 +393,9 @@ def _operations(model: Model) -> dict[str, Any]:
         model.encode_image(images)
     with torch.no_grad(), StepMeter() as of_texts:
         if model.reads_texts:
-            model.encode_text(torch.zeros(_ROWS, _context_length(model), dtype=torch.int64))
+            model.encode_text(model.empty_texts(_ROWS))
     of_text = of_texts.operations // _ROWS if model.reads_texts else None
     return {"image": of_images.operations // _ROWS, "text": of_text}
-
-
-def _context_length(model: Model) -> int:
-    return int(getattr(model.tokenizer, "context_length", 77))
 
 
 def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
