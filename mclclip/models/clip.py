@@ -47,6 +47,7 @@ from mclclip.models import (
     transforms,
     weights,
 )
+from mclclip.models.image_size import set_image_size
 from mclclip.models.weights import fetch_quietly, one_line, quiet
 from mclclip.util import files
 from mclclip.util.options import nearest
@@ -358,7 +359,7 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
         except Exception as error:  # open_clip raises any kind for a wrong config
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
     with torch.random.fork_rng(devices=[]):  # timm draws tables of relative positions
-        backbones.set_image_size(clip.visual)
+        set_image_size(clip.visual)
     return clip
 
 

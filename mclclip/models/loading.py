@@ -24,8 +24,11 @@ from mclclip.models import (
     transforms,
     weights,
 )
+from mclclip.models.image_size import allow_image_size, check_patches, with_image_size
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
+from mclclip.models.parameters import freeze
+from mclclip.models.patterns import ParameterConfig
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.run.artifacts import read_manifest, verb_of
@@ -71,28 +74,22 @@ def load_towers(
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
     that do not fit or had another activation, a projector beside a text tower, a text tower that
-    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if files
-    are missing, or neither cached nor reachable on the hub. Torch's global generators are neither
-    used nor changed.
+    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if
+    files are missing, or not reachable on the hub. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     if image_size is not None:
-        config = _with_image_size(config, image_size)
-    model_cfg, tokenizer = config["model_cfg"], None
-    if text and "text_cfg" in model_cfg:
-        _check_clip(name, model_cfg, projector)
-        if long_context:
-            model_cfg = towers.longer_config(model_cfg)
-        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
-        backbones.check_patches(exported.visual, image_size)
-        vocabulary = clip.vocabulary(exported)
-        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
-        if file:
-            clip.fill(exported, file)
-        if long_context:
-            towers.stretch(exported)
+        config = with_image_size(config, image_size)
+    tokenizer = None
+    if text and "text_cfg" in config["model_cfg"]:
+        _check_clip(name, config["model_cfg"], projector)
+        random_text = bool(file) or not load_weights
+        exported, model_cfg, tokenizer = _build_clip(
+            config, file, directory, seed, random_text=random_text, long_context=long_context
+        )
     else:
-        exported, model_cfg = _build_image_tower(config, file, seed, _where(name), image_size)
+        exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+    check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
@@ -113,13 +110,6 @@ def _transforms_of(
     return clip.transforms_of(visual, augmentation, image_size)
 
 
-def _with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, Any]:
-    """Returns a model's configuration with pictures of another size."""
-    model_cfg = config["model_cfg"]
-    vision = {**model_cfg["vision_cfg"], "image_size": image_size}
-    return {**config, "model_cfg": {**model_cfg, "vision_cfg": vision}}
-
-
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
     """Raises ValueError for a CoCa, and for a projector on a model with a text tower."""
     if "multimodal_cfg" in model_cfg:
@@ -131,8 +121,34 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
         )
 
 
+def _build_clip(
+    config: dict[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    *,
+    random_text: bool,
+    long_context: bool,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds open_clip's module and loads its weights from `file`, if there is one.
+
+    Returns it with its model config and its tokenizer.
+    """
+    model_cfg = config["model_cfg"]
+    if long_context:
+        model_cfg = towers.longer_config(model_cfg)
+    exported = clip.build(config, seed, random_text)
+    vocabulary = clip.vocabulary(exported)
+    tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+    if file:
+        clip.fill(exported, file)
+    if long_context:
+        towers.stretch(exported)
+    return exported, model_cfg, tokenizer
+
+
 def _build_image_tower(
-    config: Mapping[str, Any], file: Path | None, seed: int, where: str, image_size: int | None
+    config: Mapping[str, Any], file: Path | None, seed: int, where: str
 ) -> tuple[Any, dict[str, Any]]:
     """Builds an image tower alone and loads its weights from `file`, if there is one.
 
@@ -145,7 +161,6 @@ def _build_image_tower(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             visual = backbones.BackboneTower(backbone, where)
-        backbones.check_patches(visual, image_size)
         if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
             raise ValueError(
                 f"embed_dim of {where} is {model_cfg['embed_dim']}, but {backbone.backbone} gives "
@@ -159,7 +174,6 @@ def _build_image_tower(
         if not of_clip:
             config = {**config, "model_cfg": image_cfg | {"text_cfg": dict(_SMALLEST_TEXT)}}
         whole = clip.build(config, seed, random_text=True)
-        backbones.check_patches(whole.visual, image_size)
         if file is not None and of_clip:
             clip.fill(whole, file)
             file = None
@@ -349,6 +363,7 @@ def prepare_model(
     precision: str,
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
+    parameters: Sequence[ParameterConfig] = (),
     image_sizes: Sequence[int] = (),
 ) -> None:
     """Prepares a model for training, in place.
@@ -358,15 +373,17 @@ def prepare_model(
     precision            "float64" converts the model; other precisions are autocast's
     grad_checkpointing   blocks run again in the backward pass instead of keeping activations
     patch_dropout        share of the patches that the image tower drops
+    parameters           patterns of names; those with an `lr_scale` of 0 are frozen (`freeze`)
     image_sizes          heights and widths of pictures that it is trained on beside its own
 
     Raises ValueError for what the towers do not allow.
     """
     for size in image_sizes:
-        backbones.allow_image_size(model.visual, size)
+        allow_image_size(model.visual, size)
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
+    freeze(model, parameters)
     model.drop_patches(patch_dropout)
     if precision == "float64" and next(model.parameters()).dtype != torch.float64:
         model.double()  # `plan` converts before, since its tensors without values cannot be here

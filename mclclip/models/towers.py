@@ -9,7 +9,7 @@ tower. This file imports neither open_clip nor timm.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -35,12 +35,15 @@ class TowerLayout:
                 residual block after it
     norm        the final norm
     projection  everything else after the last block: poolings with weights, and projections
+    layers      the layers of layer-wise decay, from the input on; empty: the embedding, each block
+                (the last one with the final norm), and the projection
     """
 
     embedding: Names
     blocks: tuple[Names, ...]
     norm: Names
     projection: Names
+    layers: tuple[Names, ...] = field(default=(), kw_only=True)
 
     def check_number(self, number: int, option: str, tower: str, others: str = "") -> None:
         """Raises ValueError if an option's `number` of blocks is below 0 or above the tower's.
@@ -74,20 +77,22 @@ class TowerLayout:
     def layers_above(self, name: str) -> int:
         """Returns how many layers lie above the tensor `name`, for layer-wise decay.
 
-        It is 0 after the blocks, 1 in the last block, and number of blocks + 1 in the embedding.
+        The layers are those of open_clip's `layer_groups` and of timm's `group_matcher`.
         """
-        for number, block in enumerate((self.embedding, *self.blocks)):
-            if belongs(name, block):
-                return len(self.blocks) + 1 - number
-        return 0
+        last = (self.blocks[-1] + self.norm,)
+        layers = self.layers or (self.embedding, *self.blocks[:-1], *last, self.projection)
+        layers = tuple(filter(None, layers))
+        above = (len(layers) - 1 - n for n, parts in enumerate(layers) if belongs(name, parts))
+        return next(above, 0)
 
     def count_without(self, names: Iterable[str]) -> int:
         """Returns how many first blocks hold none of the tensors `names`.
 
         It is 0 if the embedding holds one.
         """
-        layers = [len(self.blocks) + 1 - self.layers_above(name) for name in names]
-        return min([len(self.blocks), *(max(layer - 1, 0) for layer in layers)])
+        parts = (self.embedding, *self.blocks)
+        holders = (n for name in names for n, part in enumerate(parts) if belongs(name, part))
+        return max(min(holders, default=len(parts)) - 1, 0)
 
     def block_modules(self, tower: nn.Module) -> list[nn.Module]:
         """Returns the modules of the blocks that have parameters, in order.
@@ -328,6 +333,7 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         steps=lambda tower, _: [
             tower.stem, *(tower.get_submodule(name) for (name,) in residual)
         ],
+        layers=(stem, *((f"layer{i}",) for i in range(1, 5)), ("attnpool",)),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
+from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import (
     load_towers,
     prepare_model,
@@ -46,16 +47,18 @@ from mclclip.models.loading import (
 )
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
-from mclclip.objectives.base import Objective, ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import STARTED, Context, choose_memory
+from mclclip.ranks.process_group import STARTED, Context, choose_memory, choose_peak_tflops
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, read_identity
-from mclclip.run.recorder import Recorder, StepProfiler
+from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
+from mclclip.run.recorder import Recorder, StepProfiler, Work
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
+from mclclip.train.near_copies import report_near
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
@@ -126,9 +129,11 @@ class StageTraining:
             lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "image_features" in reads.base:
-            embedded = self.layout.embeddings(0)
-            lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
+        every = {encoder for encoder, what in reads.encoders if what == "image_features"}
+        if every:
+            folders = [self.layout.encoder(encoder) / "embeddings" for encoder in every]
+            without = [left_out(folder, len(self.index.shards)) for folder in folders]
+            lacking["without_embedding"] = reduce(np.union1d, without)
         return lacking
 
     @cached_property
@@ -157,10 +162,10 @@ class StageTraining:
         reads, extras = self.options.objective.reads, list[Extra]()
         if reads.digests:
             pictures = self.index if self.reads_image_rows else None
-            extras.append(EqualityDigests(clean_caption, pictures))
+            extras.append(EqualityDigests(clean_caption, pictures, sorted(reads.digests)))
         edits = next(filter(None, self.stored_texts), None)
-        if reads.base - {"model"} or edits:
-            extras.append(BaseFeatures(self.layout, self.index, reads.base, edits))
+        if reads.stored or edits:
+            extras.append(BaseFeatures(self.layout, self.index, reads.stored, edits))
         return extras
 
     @cached_property
@@ -285,6 +290,7 @@ def build_objective(
             betas=options.betas,
             eps=options.eps,
             classes=classes,
+            teacher=partial(_open_teacher, training.layout),
         )
     )
     modules = (*model.modules(), *objective.modules())
@@ -296,31 +302,61 @@ def build_objective(
     return objective
 
 
+def _open_teacher(layout: RunPaths, name: str | None) -> Teacher:
+    """Returns an encoder that an objective reads; its weights are read when it is loaded."""
+    directory = layout.encoder(name) / "export"
+    counts = read_manifest(directory, "export" if name is None else "teacher").counts
+    return Teacher(counts["width"], counts["logit_scale"], partial(_load_teacher, directory))
+
+
+@cache
+def _load_teacher(directory: Path) -> Encoder:
+    """Loads a teacher once for all terms of an objective."""
+    return load_model(directory)
+
+
+def log_groups(training: StageTraining, module: ModelWithObjective) -> None:
+    """Logs the learning rates, weight decays and numbers of the parameters of each part.
+
+    Call it before an engine replaces the parameters. Raises ValueError for patterns of
+    ``parameters`` that match nothing.
+    """
+    how, decay = training.options, training.options.weight_decay
+    for row in describe_groups(module, how.lr, how.parameters, decay):
+        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
+        rates = lowest if lowest == highest else f"{lowest} to {highest}"
+        log.info(
+            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
+            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
+        )  # fmt: skip
+
+
 def build_trainer(
     training: StageTraining,
     inputs: TrainingInputs,
-    model: Model,
-    objective: Objective,
+    module: ModelWithObjective,
     groups: StageGroups,
     identity: str,
     steps: int | None,
+    operations: int,
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity   digest of the inputs and options, for ``build_checkpoints``
-    steps      number of steps of the whole training; None: as the options say
+    identity     digest of the inputs and options, for ``build_checkpoints``
+    steps        number of steps of the whole training; None: as the options say
+    operations   floating-point operations of a sample in a step
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    module = ModelWithObjective(model, objective, options.precision).to(context.device)
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=model.blocks(), precision=options.precision, clip_grad_norm=options.clip_grad_norm,
-        ema_decay=options.ema_decay, outside=objective.outside(),
+        blocks=module.model.blocks(), precision=options.precision,
+        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
+        outside=module.objective.outside(),
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -339,11 +375,13 @@ def build_trainer(
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out,
+        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
     )  # fmt: skip
     sizes = options.image_sizes(total, plan.steps_per_epoch)
     if options.image_size:
-        parts = [f"{size or model.image_size} pixels from step {at + 1}" for at, size in sizes]
+        parts = [
+            f"{size or module.model.image_size} pixels from step {at + 1}" for at, size in sizes
+        ]
         log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
     compiles = options.engine.compile != "off"
     compile_steps = {start, *(at for at, _ in sizes)} if compiles else set[int]()
@@ -353,7 +391,7 @@ def build_trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
         batches=build_loader(
-            training, inputs, plan, known_bad, model, range(start, total), sizes
+            training, inputs, plan, known_bad, module.model, range(start, total), sizes
         ),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
@@ -434,7 +472,7 @@ def _build_batches(
     sizes: Sequence[tuple[int, int | None]],
 ) -> TrainingBatches:
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
-    rows have an equal caption or picture."""
+    rows have an equal caption or picture, or near copies."""
     objective = training.options.objective
     cached = training.stage > 0 and training.options.reads_text_embeddings
     text = StoredRows(training.layout.text_embeddings, training.index) if cached else None
@@ -474,4 +512,8 @@ def _build_batches(
     is_far = bool(dataset.bytes.reader.urls)
     if say_equal and dataset.reads_text and (objective.reads.digests or not is_far):
         report_equal(batches, clean_caption)
+    if say_equal:
+        base = next((extra for extra in inputs.extras if isinstance(extra, BaseFeatures)), None)
+        for near in objective.reads.near_copies:
+            report_near(batches, near, base, clean_caption)
     return batches

@@ -13,9 +13,10 @@ from mclclip.checkpoint import CheckpointConfig
 from mclclip.data.options import PlanConfig, SentencesConfig
 from mclclip.engines import EngineConfig
 from mclclip.models.options import LockConfig, LoraConfig
+from mclclip.models.patterns import ParameterConfig
 from mclclip.objectives.base import AnyObjective, parse
 from mclclip.util.caption_rules import HardCaptions
-from mclclip.util.options import NO_RESULT, STRICT, BelowOne, Decay, PositiveShare, Share
+from mclclip.util.options import NO_RESULT, STRICT, BelowOne, Decay, Share
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -94,8 +95,10 @@ class TrainConfig:
     """Learning rate after the warm-up."""
     warmup: Share = 0.1
     """Share of the steps over which the learning rate rises from zero."""
-    layer_decay: PositiveShare | None = None
-    """Each block's learning rate is this factor times that of the block after it (null: equal)."""
+    parameters: list[ParameterConfig] = field(default_factory=list)
+    """Learning rates, weight decay and freezing by patterns of names, such as ``[{match: "image.*",
+    lr_scale: 0.1, layer_decay: 0.7}, {match: "*embedding*", weight_decay: 0}]``. For each property,
+    the first entry that matches a parameter and states the property counts."""
     weight_decay: NonNegativeFloat = 0.2
     """Weight decay (none on norms, biases and the logit scale)."""
     start_decay: NonNegativeFloat = 0.0
@@ -144,7 +147,7 @@ class TrainConfig:
         stands for the captions as they are, ``HardCaptions`` for captions edited so."""
         reads = self.objective.reads
         if not self.reads_text_embeddings:
-            return (None,) if "text_features" in reads.base else ()
+            return (None,) if "text_features" in reads.of_stage_0 else ()
         return (None,) if reads.edits is None else (None, reads.edits)
 
     def image_sizes(self, total: int, steps_per_epoch: int) -> list[tuple[int, int | None]]:
@@ -172,6 +175,7 @@ class TrainConfig:
         return {
             "lock": asdict(self.lock) | unused | bias,
             "lora": None if self.lora is None else asdict(self.lora),
+            "parameters": self.parameters,
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,
             "patch_dropout": self.patch_dropout,
@@ -180,5 +184,5 @@ class TrainConfig:
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """Arguments of ``models.optimizer.build_optimizer`` beside the module."""
-        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "start_decay", "lr")
+        same = ("weight_decay", "betas", "eps", "momentum", "parameters", "start_decay", "lr")
         return {"name": self.optimizer} | {name: getattr(self, name) for name in same}

@@ -41,11 +41,14 @@ def transformers() -> Any:
 
 
 def by_onnxruntime(out: Path) -> Encoders:
-    """The graphs of images and texts, which give unit features."""
+    """The graphs of images and texts, which give unit features. Runtimes and vector stores ask a
+    graph for their width; the batch alone is of any size."""
     onnxruntime = pytest.importorskip("onnxruntime")
+    width = json.loads((out / "encoder.json").read_text())["features"]["width"]
 
     def graph(name: str, given: str) -> Callable[[Tensor], Tensor]:
         session = onnxruntime.InferenceSession(str(out / name))
+        assert session.get_outputs()[0].shape == ["batch", width]
         return lambda rows: torch.from_numpy(session.run(None, {given: rows.numpy()})[0])
 
     pairs = (("image.onnx", "pixels"), ("text.onnx", "tokens"))
