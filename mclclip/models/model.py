@@ -9,6 +9,7 @@ import copy
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mclclip.data.text_rows import TextRows
 from mclclip.models import towers, weights
 from mclclip.models.transforms import Transform
 from mclclip.util import files
@@ -47,7 +49,8 @@ class Model(nn.Module):
     config       content of the export's JSON file
     layout       the layout of the image tower, or the reason why it has none
     transforms   of training and of validation: image -> [C, H, W]
-    tokenizer    of the text tower: list of N strings -> int64 [N, context]; None: no text tower
+    tokenizer    of the text tower: list of N strings -> int64 [N, context], or rows [N, W] where
+                 these stand for texts (``TextRows``); None: no text tower
     projector    widths of linear layers on top of an image tower alone; the objective gets their
                  output, while `encode_image`, evaluation and exports use the tower
 
@@ -149,15 +152,28 @@ class Model(nn.Module):
     def layers_above(self, name: str) -> int:
         """Returns how many layers lie above a parameter in its tower, for layer-wise decay.
 
-        `name` is for example "clip.visual.ln_post.weight"; at the top it is 0. Raises ValueError
-        for towers without a layout.
+        `name` is for example "clip.visual.proj"; at the top it is 0. Raises ValueError for towers
+        without a layout.
+        """
+        tower, _, rest = self.tensor_names(name)[1].partition(".")
+        if tower == "image":
+            return self.layout.layers_above(rest)
+        return self.text_layout.layers_above(rest) if tower == "text" else 0
+
+    def tensor_names(self, name: str) -> tuple[str, str]:
+        """Returns the two names by which options find a parameter.
+
+        The first is that of the tensor in an export, such as "visual.proj" for "clip.visual.proj";
+        an adapter's is "visual.proj.lora_a". The second begins with the tower: "image.proj", or
+        "text.ln_final.bias" for "ln_final.bias". Parameters of no tower have one name, twice.
         """
         inside = name.removeprefix(f"{self.part}.")
-        if inside == name or inside.startswith("logit_"):
-            return 0
-        if inside.startswith("visual."):
-            return self.layout.layers_above(inside.removeprefix("visual."))
-        return self.text_layout.layers_above(inside.removeprefix("text."))
+        inside = re.sub(r"\.parametrizations\.(\w+)\.(0\.)?", r".\1.", inside)
+        if name.startswith(f"{self.part}.visual."):
+            return inside, f"image.{inside.removeprefix('visual.')}"
+        if not name.startswith(f"{self.part}.") or inside.startswith("logit_"):
+            return inside, inside
+        return inside, f"text.{inside.removeprefix('text.')}"
 
     def blocks(self) -> list[nn.Module]:
         """Returns the modules of all towers' blocks, which are sharded or compiled one by one.
@@ -199,7 +215,10 @@ class Model(nn.Module):
         return output
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
-        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph."""
+        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph.
+
+        Pictures may have another size than `image_size`: positions are then resized (bicubic).
+        """
         frozen = self.num_frozen_blocks
         if self.first_block:
             whole = self.first_block > self.num_blocks  # then `images` are features already
@@ -208,7 +227,7 @@ class Model(nn.Module):
             with torch.no_grad():
                 hidden = self.encode_trunk(images, frozen)
             features = self.encode_tail(hidden, frozen)
-        elif self._recompute:
+        elif self._recompute or tuple(images.shape[-2:]) != towers.pair(self.image_size):
             features = self.encode_tail(images, 0)
         else:
             output = self.visual(towers.arrange(images, self.memory_format))
@@ -217,7 +236,7 @@ class Model(nn.Module):
         return unit(features) if normalize else features
 
     def encode_text(self, tokens: Tensor, normalize: bool = False) -> Tensor:
-        """[B, context] int64 -> [B, D], with `normalize` of unit length.
+        """[B, context] int64, or text rows [B, W] -> [B, D], with `normalize` of unit length.
 
         Raises ValueError if there is no text tower.
         """
@@ -225,6 +244,14 @@ class Model(nn.Module):
             raise ValueError(NO_TEXT)
         features: Tensor = self.clip.encode_text(tokens)
         return unit(features) if normalize else features
+
+    def empty_texts(self, number: int) -> Tensor:
+        """Returns a tensor in the shape and the type that `encode_text` takes for ``number`` texts:
+        tokens int64 [number, context], or text rows [number, W]."""
+        if isinstance(self.tokenizer, TextRows):
+            return torch.zeros(number, self.tokenizer.width)
+        length = int(getattr(self.tokenizer, "context_length", 77))
+        return torch.zeros(number, length, dtype=torch.int64)
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
         """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks; for 0 the images."""
