@@ -12,7 +12,7 @@ from mclclip.data.epoch_plan import check_samples as check_numbers
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.protocols import evaluator
-from mclclip.models.encoder import check_encoder
+from mclclip.models.encoder_names import check_encoder
 from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import RunPaths, is_finished

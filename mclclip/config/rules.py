@@ -6,6 +6,7 @@ an objective reads (``objective.reads``), not at its kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -108,6 +109,27 @@ def _image_size(at: Subject, option: str) -> object:
 
     shaped = replace(model, text=False, long_context=False)
     return _refusal(lambda: load_shapes(model.name, **shaped.of_towers), f"{option}.")
+
+
+def _image_sizes(at: Subject) -> object:
+    """Refuses image sizes that a training would never come to."""
+    options, sizes = at.options, at.options.image_size
+    epochs = [math.inf if part.epochs is None else part.epochs for part in sizes]
+    if math.isinf(sum(epochs[:-1])):
+        return (
+            f"{at.training}.image_size has sizes after one without epochs, which lasts to the end: "
+            "give epochs to all but the last"
+        )
+    lasting = sum(epoch for epoch in epochs if not math.isinf(epoch))
+    never = lasting >= options.epochs if epochs[-1:] == [math.inf] else lasting > options.epochs
+    return (
+        options.steps is None
+        and never
+        and (
+            f"{at.training}.image_size lists {lasting:g} epochs, and {at.training}.epochs="
+            f"{options.epochs:g}: give fewer, or leave the last one's epochs out"
+        )
+    )
 
 
 def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
@@ -308,6 +330,11 @@ RULES: tuple[Rule, ...] = (
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),
     Rule("TRAINING.lock", _layers, "run"),
+    Rule("TRAINING.image_size", _image_sizes),
+    Rule("image_rows.enabled", lambda at: (
+        at.config.image_rows.enabled and at.config.train.image_size
+        and f"{_ROWS} and train.image_size: stored rows are of pictures of the model's own size: "
+        "leave one out")),
     *(Rule(f"{option}.image_size", partial(_image_size, option=option), "run")
       for option in ("model", "trained_model")),
     Rule("data.pixels", lambda at: (

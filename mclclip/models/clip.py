@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -409,13 +410,18 @@ def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
     )
 
 
-def transforms_of(visual: Any, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
+def transforms_of(
+    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+) -> transforms.Pair:
     """Returns the transforms of training and of validation of one of open_clip's towers.
 
     They are open_clip's own, unless `augmentation` has a `kind`, which names one of `transforms`.
+    ``image_size``: for pictures of another size than the tower's.
     """
     options = dict(augmentation or {})
     settings = PreprocessCfg(**visual.preprocess_cfg)
+    if image_size is not None:
+        settings = replace(settings, size=(image_size, image_size))
     plain = image_transform_v2(settings, is_train=False)
     if transforms.KIND in options:
         height, width = towers.pair(settings.size)

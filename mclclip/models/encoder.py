@@ -21,24 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mclclip.models import clip, transformers_folder, weights
+from mclclip.models import clip, weights
+from mclclip.models.encoder_names import RANDOM, split_name
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
-from mclclip.models.loading import (
-    check_tokenizer,
-    common_config,
-    has_texts,
-    load_towers,
-    model_config,
-    refuse_without_weights,
-)
+from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
-from mclclip.models.options import ModelConfig, Variant
+from mclclip.models.options import Variant
 from mclclip.util import files
 from mclclip.util.options import brief, with_prefix
-from mclclip.util.shipped import RECIPES
 
-RANDOM = "random"
-"""In NAME@random, where a tag of weights would stand: random weights."""
 _MOST_STAGES = 64
 
 
@@ -452,57 +443,3 @@ def counts_of(encoder: Encoder) -> dict[str, Any]:
         "width": encoder.embed_dim,
         "logit_scale": encoder.logit_scale if encoder.stages[0].reads_texts else None,
     }
-
-
-def identify_encoder(model: ModelConfig) -> dict[str, Any]:
-    """Returns the fields of ``model`` that determine an encoder which is not trained here; files
-    are represented by their digests."""
-    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained, **model.of_towers}
-    if isinstance(model.name, str):
-        path = Path(model.name.removeprefix("local-dir:"))
-        if model.name.startswith(transformers_folder.PREFIX):
-            fields["name"] = transformers_folder.digest(model.name)
-        elif (path / weights.CONCAT).is_file():
-            joined = (weights.CONCAT, weights.CONCAT_WEIGHTS)
-            fields["name"] = files.digest_json([files.digest_file(path / name) for name in joined])
-        elif path.is_dir():
-            fields["name"] = files.digest_file(weights.find_weights(path))
-        elif path.is_file():
-            fields["name"] = files.digest_json(files.read_json(path))
-    if model.pretrained is not None and Path(model.pretrained).is_file():
-        fields["pretrained"] = files.digest_file(Path(model.pretrained))
-    if model.image_weights is not None:
-        fields["image_weights"] = files.digest_file(
-            weights.checked_image_weights(model.image_weights)
-        )
-    return fields
-
-
-def check_encoder(name: str, *, text: bool) -> None:
-    """Raises ValueError or FileNotFoundError for an encoder that `load_model` does not load, and
-    for one without a text tower if it is to read texts (``text``). No weights are read."""
-    where, pretrained = split_name(name)
-    path = Path(str(where).removeprefix("local-dir:"))
-    if not (path / weights.CONCAT).is_file():
-        if pretrained is None:
-            refuse_without_weights(where)
-        model_config(where, None if pretrained == RANDOM else pretrained)
-        if text:
-            check_tokenizer(where)
-    if text and not has_texts(where):
-        raise ValueError("it has no text tower: set between=images, or take another teacher")
-
-
-def split_name(where: str | Path) -> tuple[str | Path, str | None]:
-    """Splits ``NAME@PRETRAINED`` into name and tag; the tag is None if nothing follows the @.
-
-    An existing path is a name, even with an @ in it. The name of a model config that is shipped
-    beside the recipes, such as ``tiny_clip``, becomes its path.
-    """
-    path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
-    name, tag = where, None
-    if "@" in path and not Path(path).exists():
-        name, _, tag = str(where).rpartition("@")
-    shipped = RECIPES / f"{name}.json"
-    is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
-    return str(shipped) if is_shipped else name, tag or None

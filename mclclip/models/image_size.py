@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from timm.models.vision_transformer import VisionTransformer
+
 from mclclip.models.towers import pair
 from mclclip.util import files
 
@@ -18,32 +20,41 @@ def with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, Any
 
 
 def check_patches(visual: Any, image_size: int | None) -> None:
-    """Raises ValueError if the option `image_size` is set and no multiple of the tower's patches.
+    """Raises ValueError if an image size is no multiple of the image tower's patches.
 
     The patches of open_clip's ResNets are the 32 x 32 pixels of a position in their last layer.
+    Towers of convolutions with another pooling take pictures of any size.
     """
-    patch = patch_size(visual)
-    if image_size is not None and any(image_size % side for side in patch):
-        near = image_size - image_size % patch[0]
+    patches = getattr(getattr(visual, "trunk", visual), "patch_embed", visual)
+    sides = (32, 32) if hasattr(visual, "attnpool") else pair(getattr(patches, "patch_size", 1))
+    if image_size is not None and any(image_size % side for side in sides):
+        near = image_size - image_size % sides[0]
         raise ValueError(
-            f"image_size is {image_size}, which patches of {patch[0]} pixels do not divide: give a "
-            f"multiple, such as {near or patch[0]} or {near + patch[0]}"
+            f"image_size is {image_size}, which patches of {sides[0]} pixels do not divide: give a "
+            f"multiple, such as {near or sides[0]} or {near + sides[0]}"
         )
 
 
-def patch_size(visual: Any) -> tuple[int, int]:
-    """Returns height and width of an image tower's patches in pixels; 1 if it takes any image size.
+def allow_image_size(visual: Any, image_size: int) -> None:
+    """Makes an image tower take pictures of another size than its own, beside its own.
 
-    A position in the attention pool of open_clip's ResNets stands for 32 x 32 pixels.
+    Raises ValueError if patches do not divide it, or if timm's tower takes pictures of one size.
     """
-    if hasattr(visual, "attnpool"):
-        return 32, 32
-    patches = getattr(getattr(visual, "trunk", visual), "patch_embed", visual)
-    return pair(getattr(patches, "patch_size", 1))
+    check_patches(visual, image_size)
+    trunk = getattr(visual, "trunk", None)
+    patches = getattr(trunk, "patch_embed", None)
+    if getattr(patches, "img_size", None) is None:
+        return
+    if getattr(type(trunk), "forward_features", None) is not VisionTransformer.forward_features:
+        raise ValueError(
+            f"image_size is {image_size}, and the image tower is a timm {type(trunk).__name__}, "
+            "which is trained at its own size alone: leave image_size out"
+        )
+    patches.strict_img_size = False  # type: ignore[union-attr]
 
 
 def set_image_size(visual: Any) -> None:
-    """Makes the trunk of open_clip's `TimmModel` take pictures of the tower's `image_size`.
+    """Builds the trunk of open_clip's `TimmModel` anew for pictures of the tower's `image_size`.
 
     open_clip builds it for the size that timm's name stands for. Raises ValueError if timm cannot
     change it.

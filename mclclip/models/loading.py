@@ -21,9 +21,10 @@ from mclclip.models import (
     state_dicts,
     towers,
     transformers_folder,
+    transforms,
     weights,
 )
-from mclclip.models.image_size import check_patches, with_image_size
+from mclclip.models.image_size import allow_image_size, check_patches, with_image_size
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.parameters import freeze
@@ -92,14 +93,21 @@ def load_towers(
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
-    if isinstance(visual, backbones.BackboneTower):
-        layout, transforms = visual.layout(), visual.transforms(augmentation)
-    else:
-        layout, transforms = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
+    is_backbone = isinstance(visual, backbones.BackboneTower)
+    layout = visual.layout() if is_backbone else clip.layout_of(visual)
+    pair = _transforms_of(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
+        return Model(exported, whole, layout, pair, tokenizer, projector).eval()
+
+
+def _transforms_of(
+    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+) -> transforms.Pair:
+    if isinstance(visual, backbones.BackboneTower):
+        return visual.transforms(augmentation, image_size)
+    return clip.transforms_of(visual, augmentation, image_size)
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -334,6 +342,15 @@ def _where(name: Name) -> str:
     return "the model config" if isinstance(name, Mapping) else str(name)
 
 
+def train_transform(
+    model: Model, augmentation: Mapping[str, Any], image_size: int | None
+) -> transforms.Transform:
+    """Returns a model's training transform for pictures of another size; None: of its own."""
+    if image_size is None:
+        return model.preprocess_train
+    return _transforms_of(model.visual, augmentation, image_size)[0]
+
+
 # --- for training ----------------------------------------------------------------------------
 
 
@@ -347,6 +364,7 @@ def prepare_model(
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
     parameters: Sequence[ParameterConfig] = (),
+    image_sizes: Sequence[int] = (),
 ) -> None:
     """Prepares a model for training, in place.
 
@@ -356,7 +374,12 @@ def prepare_model(
     grad_checkpointing   blocks run again in the backward pass instead of keeping activations
     patch_dropout        share of the patches that the image tower drops
     parameters           patterns of names; those with an `lr_scale` of 0 are frozen (`freeze`)
+    image_sizes          heights and widths of pictures that it is trained on beside its own
+
+    Raises ValueError for what the towers do not allow.
     """
+    for size in image_sizes:
+        allow_image_size(model.visual, size)
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)

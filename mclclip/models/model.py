@@ -213,7 +213,10 @@ class Model(nn.Module):
         return output
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
-        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph."""
+        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph.
+
+        Pictures may have another size than `image_size`: positions are then resized (bicubic).
+        """
         frozen = self.num_frozen_blocks
         if self.first_block:
             whole = self.first_block > self.num_blocks  # then `images` are features already
@@ -222,7 +225,7 @@ class Model(nn.Module):
             with torch.no_grad():
                 hidden = self.encode_trunk(images, frozen)
             features = self.encode_tail(hidden, frozen)
-        elif self._recompute:
+        elif self._recompute or tuple(images.shape[-2:]) != towers.pair(self.image_size):
             features = self.encode_tail(images, 0)
         else:
             output = self.visual(towers.arrange(images, self.memory_format))

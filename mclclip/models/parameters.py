@@ -107,7 +107,8 @@ def describe_groups(
     objective.
     """
     of_objective = [entry for entry in parameters if entry.match.startswith(_OBJECTIVE)]
-    refuse_unmatched(of_objective, [(name,) for name, _ in module.named_parameters()])
+    all_names = [(name,) for name, _ in module.named_parameters() if name.startswith(_OBJECTIVE)]
+    refuse_unmatched(of_objective, all_names)
     all_settings = settings(module, weight_decay, parameters)
     rows: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
@@ -125,4 +126,4 @@ def describe_groups(
         row["lr"] = [min(row["lr"][0], rate), max(row["lr"][1], rate)]
         row["tensors"] += 1
         row["weights"] += parameter.numel()
-    return list(rows.values())
+    return sorted(rows.values(), key=lambda row: (row["name"], -row["weight_decay"]))

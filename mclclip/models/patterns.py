@@ -69,7 +69,8 @@ def refuse_unmatched(
         if not any(map(entry.matches, every)):
             flat = {name for names in every for name in names}
             choices = flat | {f"{name.partition('.')[0]}.*" for name in flat if "." in name}
+            near = ", ".join(nearest(entry.match, choices))
             raise ValueError(
-                f"parameters.match={entry.match!r} matches no parameter, nearest are "
-                f"{', '.join(nearest(entry.match, choices))}: mend it, or leave it out"
+                f"parameters.match={entry.match!r} matches no parameter"
+                f"{f' (nearest: {near})' if near else ''}: mend it, or leave it out"
             )

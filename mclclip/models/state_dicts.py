@@ -33,7 +33,7 @@ _CONSTANTS = {"input_resolution", "context_length", "vocab_size"}  # beside Open
 # Errors of torch.load for a file that it cannot read.
 _NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 # Names of positions in an image tower: a ViT's of open_clip and of timm, a ResNet's in its pool.
-_PICTURE_POSITIONS = {"positional_embedding", "trunk.pos_embed", "attnpool.positional_embedding"}
+PICTURE_POSITIONS = {"positional_embedding", "trunk.pos_embed", "attnpool.positional_embedding"}
 _MOST_EXTRA_POSITIONS = 8  # class token and registers before the grid of an image tower
 
 
@@ -229,7 +229,7 @@ def resize_picture_positions(
     """Changes the number of an image tower's positions in ``tensors`` to that of ``visual``, in
     place, with a line in the log. ``prefix`` begins the tower's names in ``tensors``."""
     state = visual.state_dict()
-    for name in _PICTURE_POSITIONS & state.keys():
+    for name in PICTURE_POSITIONS & state.keys():
         saved, ours = tensors.get(prefix + name), state[name]
         if saved is None or not is_resized(name, saved.shape, ours.shape):
             continue
@@ -243,7 +243,7 @@ def resize_picture_positions(
 def is_resized(name: str, saved: Sequence[int], ours: Sequence[int]) -> bool:
     """Returns True if an image tower's tensor ``name`` holds positions, whose number alone differs
     between the shapes of a file's (``saved``) and of the tower's (``ours``)."""
-    return name in _PICTURE_POSITIONS and _differ_in_number(saved, ours)
+    return name in PICTURE_POSITIONS and _differ_in_number(saved, ours)
 
 
 def _differ_in_number(saved: Sequence[int], ours: Sequence[int]) -> bool:

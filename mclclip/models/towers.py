@@ -6,7 +6,9 @@ Freezing, layer-wise decay, adapters and the split into trunk and tail all use o
 tower. This file imports neither open_clip nor timm.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -257,6 +259,33 @@ def resize_positions(rows: Tensor, before: tuple[int, int], after: tuple[int, in
     return torch.cat([rows[:extra], patches.permute(0, 2, 3, 1).flatten(0, 2)])
 
 
+@contextmanager
+def resized_positions(
+    module: nn.Module, name: str, before: Sequence[int], after: Sequence[int]
+) -> Iterator[None]:
+    """Within the block, a module's parameter `name` of positions has those of the grid `after`.
+
+    They are a linear function of the parameter, which gets their gradient. A product with its
+    matrix has one order of sums on a GPU, which the gradient of an interpolation has not.
+    """
+    positions = getattr(module, name)
+    if tuple(before) == tuple(after) or positions is None:
+        yield
+        return
+    rows = positions.reshape(-1, positions.shape[-1])
+    number = before[0] * before[1]
+    each = torch.eye(number, dtype=rows.dtype, device=rows.device)
+    matrix = resize_positions(each, (before[0], before[1]), (after[0], after[1]))
+    extra = len(rows) - number
+    resized = torch.cat([rows[:extra], matrix @ rows[extra:]])
+    # An attribute of the module itself comes before its parameter of this name.
+    vars(module)[name] = resized.reshape(*positions.shape[:-2], *resized.shape)
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+
+
 # --- open_clip's own towers, and text towers -------------------------------------------------
 
 
@@ -270,8 +299,15 @@ def vision_transformer_layout(tower: Any) -> ImageLayout:
         projection=present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
         finish=_finish_vision_transformer,
         pooled_dim=int(tower.ln_post.normalized_shape[0]),
-        start=lambda tower, images: (tower._embeds(images), None),
+        start=_start_vision_transformer,
     )
+
+
+def _start_vision_transformer(tower: Any, images: Tensor) -> tuple[Tensor, None]:
+    sides = zip(images.shape[-2:], tower.patch_size, strict=True)
+    grid = tuple(int(side) // patch for side, patch in sides)
+    with resized_positions(tower, "positional_embedding", tower.grid_size, grid):
+        return tower._embeds(images), None
 
 
 def _finish_vision_transformer(tower: Any, hidden: Tensor, project: bool) -> Tensor:
@@ -292,13 +328,21 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         blocks=(stem, *residual),
         norm=(),
         projection=("attnpool",),
-        finish=lambda tower, hidden, _: tower.attnpool(hidden),
+        finish=_finish_resnet,
         pooled_dim=None,
         steps=lambda tower, _: [
             tower.stem, *(tower.get_submodule(name) for (name,) in residual)
         ],
         layers=(stem, *((f"layer{i}",) for i in range(1, 5)), ("attnpool",)),
     )  # fmt: skip
+
+
+def _finish_resnet(tower: Any, hidden: Tensor, _: bool) -> Tensor:
+    side = math.isqrt(len(tower.attnpool.positional_embedding) - 1)
+    grid = tuple(hidden.shape[-2:])
+    with resized_positions(tower.attnpool, "positional_embedding", (side, side), grid):
+        pooled: Tensor = tower.attnpool(hidden)
+    return pooled
 
 
 def text_layout(tower: nn.Module) -> TowerLayout:

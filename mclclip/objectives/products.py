@@ -3,8 +3,8 @@
 A GPU multiplies bf16 about 15 times as fast as fp32. Rounding a number to bf16 changes it by at
 most 1/256 of its size. Products of rounded numbers are exact in fp32, in which they are added up.
 
-On a CPU the numbers are rounded and multiplied in fp32, which gives the same products, so that
-tests bound the error; it is no faster there, and nothing but tests asks for it.
+On a CPU the rounded numbers are multiplied in fp32 (``as_fp32``), which gives the same products, so
+that tests bound the error; it is no faster there, and nothing but tests asks for it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ ProductPrecision = Literal["auto", "fp32"]
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplies matrices; with ``bf16`` their numbers are rounded to bf16 first."""
+    """Multiplies matrices; with ``bf16`` their numbers are rounded to bf16 first.
+
+    ``as_fp32`` multiplies the rounded numbers as fp32, which a CPU does faster.
+    """
 
     bf16: bool = False
+    as_fp32: bool = False
 
     def factor(self, matrix: Tensor) -> Tensor:
         """Returns a matrix as ``multiply`` takes it; round one that serves often once."""
         if not self.bf16:
             return matrix
         rounded = matrix.bfloat16()
-        return rounded if matrix.is_cuda else rounded.float()
+        return rounded.float() if self.as_fp32 else rounded
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the product of two factors, float32 (float64 for float64 factors without bf16),

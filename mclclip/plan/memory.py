@@ -22,7 +22,7 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
-from mclclip.models.encoder import split_name
+from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
@@ -50,8 +50,9 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     its optimizer's state; ``activations`` of a micro-batch; the ``loss`` with the features of the
     global batch; the ``batch``; and ``cuda``, which CUDA and NCCL take for themselves.
 
-    Operations are those of a ``sample`` in a step with all its views; of a rank's ``loss`` in a
-    step, if it has class centers; of an embedded ``image`` and ``text`` (None without a text
+    Operations are those of a ``sample`` in a step with all its views, also for each of the
+    ``sizes`` of pictures in ``train.image_size``; of a rank's ``loss`` in a step, if it has class
+    centers; of an embedded ``image`` and ``text`` (None without a text
     tower); and of an image in the ``trunk``, if its output is stored. Raises ValueError if the
     training would refuse its options.
 
@@ -75,7 +76,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         loss = options.objective.build(inputs).to(_META)
     with faked(model, gpu_autocast=gpu and half):
         cached_text = name == "train" and options.reads_text_embeddings
-        batch = _batch(model, options, local, cached_text, inputs)
+        batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
@@ -84,6 +85,18 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
+        operations["sizes"] = {None: operations["sample"]}
+        batches, needed = [batch], [activations]
+        for size in dict.fromkeys(part.size for part in options.image_size):
+            shape = *batch.views[0].shape[:2], size, size
+            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
+            batches.append(replace(batch, views=views))
+            _, of_size, operations["sizes"][size] = _measure_step(
+                trainee, batches[-1], local, micro
+            )
+            needed.append(of_size)
+        if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
+            del batches[0], needed[0]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -93,9 +106,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": activations,
+        "activations": max(needed),
         "loss": share.added,
-        "batch": size_bytes(batch.tensors()),
+        "batch": max(size_bytes(each.tensors()) for each in batches),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -191,24 +204,29 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 
 
 def _batch(
-    model: Model, options: TrainConfig, local: int, cached_text: bool, inputs: ObjectiveInputs
+    model: Model,
+    options: TrainConfig,
+    local: int,
+    cached_text: bool,
+    teacher: Callable[[str | None], Teacher] | None = None,
 ) -> Batch:
-    """Builds a rank's batch of ``local`` samples without values.
+    """Builds a rank's batch of ``local`` samples of zeros.
 
-    ``cached_text``: it has stored text features in the place of tokens.
+    ``cached_text``: it has stored text features in the place of tokens. ``teacher``: tells the
+    widths of other encoders' stored embeddings (None: the batch has none).
     """
     dtype, dim, context = next(model.parameters()).dtype, model.embed_dim, _context_length(model)
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
     def values(*shape: int) -> Tensor:
-        return torch.empty(local, *shape, dtype=dtype)
+        return torch.zeros(local, *shape, dtype=dtype)
 
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    assert inputs.teacher is not None
-    widths = {name: inputs.teacher(encoder).width for name, (encoder, _) in reads.stored.items()}
-    extras = {name: values(width) for name, width in widths.items()}
+    extras: dict[str, Tensor] = {}
+    if teacher is not None:
+        extras |= {n: values(teacher(encoder).width) for n, (encoder, _) in reads.stored.items()}
     if reads.digests:
         extras |= {name: ids() for name in sorted(reads.digests)}
     if reads.edits and cached_text:
@@ -313,6 +331,45 @@ def _measure_loss(
         for part in objective.outside():
             part.begin(0)
         objective(gathered, every)["loss"].backward()
+
+
+def count_operations(
+    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+) -> int:
+    """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
+
+    It counts the forward and backward passes of all views and texts, by torch's formulas
+    (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
+    `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
+    once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
+    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
+    features stand for captions.
+    """
+    model, checkpointing = trainee.model, options.engine.grad_checkpointing
+    batch = _batch(model, options, _ROWS, cached_text)
+    if first := model.first_block:  # stored rows stand for images
+        images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
+        with torch.no_grad():
+            rows = model.encode_trunk(images, min(first, model.num_blocks))
+        whole = first > model.num_blocks
+        batch.views = [rows.new_zeros(_ROWS, model.embed_dim) if whole else rows]
+    buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
+    if checkpointing:
+        model.set_grad_checkpointing(False)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+        StepMeter() as meter,
+    ):
+        features = trainee(trainee.on_device(batch, device), lambda features: features)
+        sums = [value.sum() for value in features.values() if value.requires_grad]
+        torch.autograd.backward(sums)
+    if checkpointing:
+        model.set_grad_checkpointing(True)
+    trainee.zero_grad(set_to_none=True)
+    for name, buffer in trainee.named_buffers():
+        buffer.copy_(buffers[name])
+    return meter.operations // _ROWS
 
 
 # --- encoders and sizes --------------------------------------------------------------------------

@@ -107,14 +107,30 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 # --- speed and memory --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes, and how fast it could.
+
+    operations    floating-point operations of a sample in a step; 0: not counted
+    peak_tflops   highest rate of the device, in TFLOP/s; None: unknown
+    """
+
+    operations: int = 0
+    peak_tflops: float | None = None
+
+
+_NOT_COUNTED = Work()
+
+
 class Meter:
-    """Measures samples per second and the share of time spent waiting for data.
+    """Measures samples per second, the share of the device's peak, and the share of time spent
+    waiting for data.
 
     The caller adds to ``steps`` and ``wait_s``; `read` returns the figures and starts anew.
     """
 
-    def __init__(self, global_batch: int, world_size: int) -> None:
-        self.global_batch, self.world_size = global_batch, world_size
+    def __init__(self, global_batch: int, world_size: int, work: Work = _NOT_COUNTED) -> None:
+        self.global_batch, self.world_size, self.work = global_batch, world_size, work
         self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
 
     def read(self, wait_s: float | None = None) -> dict[str, float]:
@@ -129,9 +145,18 @@ class Meter:
         return {
             "samples_per_s": round(per_s, 1),
             "samples_per_s_per_rank": round(per_s / self.world_size, 1),
+            **self._rates(per_s / self.world_size),
             "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
             "seconds": round(seconds, 3),
         }
+
+    def _rates(self, samples_per_s: float) -> dict[str, float]:
+        """Returns a rank's ``tflops_per_s_per_rank`` and, where the device's peak is known, ``mfu``
+        (model FLOPs utilization: PaLM, arXiv:2204.02311, appendix B), its share of that peak."""
+        tflops = self.work.operations * samples_per_s / 1e12
+        rates = {"tflops_per_s_per_rank": round(tflops, 6)} if self.work.operations else {}
+        peak = self.work.peak_tflops
+        return rates | ({"mfu": round(tflops / peak, 4)} if rates and peak else {})
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -233,6 +258,7 @@ class Recorder:
     track, config    names of the trackers, such as ``["wandb"]``, and the options they store
     evaluates        True if there will be evaluations, whose rows go to evaluations.jsonl
     leaves_out       True if the engine skips bad steps, see `StepWatch`
+    work             what a rank computes, for the rates of operations
 
     Raises ValueError on all ranks if the package of a tracker is not installed.
     """
@@ -251,10 +277,11 @@ class Recorder:
     config: Mapping[str, Any]
     evaluates: bool = False
     leaves_out: bool = False
+    work: Work = _NOT_COUNTED
 
     def __post_init__(self) -> None:
-        self.row = Meter(self.global_batch, self.context.world_size)
-        self.epoch = Meter(self.global_batch, self.context.world_size)
+        self.row = Meter(self.global_batch, self.context.world_size, self.work)
+        self.epoch = Meter(self.global_batch, self.context.world_size, self.work)
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
@@ -390,10 +417,15 @@ class Recorder:
         if self.metrics is not None:
             self.metrics.write(done, row)
             parts_text = "".join(f" {t % row[name]}" for name, t in _LOGGED.items() if name in row)
+            rate = ""
+            if "mfu" in row:
+                rate = f"MFU {100 * row['mfu']:.1f} %, "
+            elif "tflops_per_s_per_rank" in row:  # of a device whose peak is not known
+                rate = f"{1000 * row['tflops_per_s_per_rank']:,.3g} GFLOP/s per rank, "
             self._latest = (
                 f"epoch {math.ceil(row['epoch'])} of {math.ceil(self.total / self.steps_per_epoch)}"
                 f", loss {row['loss']:.4f} lr {lr:.2e}{parts_text}, {row['samples_per_s']:,.0f} "
-                f"samples/s, waiting {100 * row['data_wait_share']:.0f} %"
+                f"samples/s, {rate}waiting {100 * row['data_wait_share']:.0f} %"
             )
             log.debug("%s step %d: %s", self.name, done, self._latest)
         self.watch.raise_if_diverged(done, **counts)

@@ -4,6 +4,7 @@ its options; ``verbs.train`` calls it."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, reduce
 from pathlib import Path
@@ -29,6 +30,7 @@ from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Locations
+from mclclip.data.picture_transform import PictureTransform, as_transform
 from mclclip.data.row_store import StoredRows, left_out
 from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
@@ -36,7 +38,13 @@ from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.encoder import Encoder, load_model
-from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
+from mclclip.models.loading import (
+    load_towers,
+    prepare_model,
+    refuse_folded_norms,
+    start_from_rows,
+    train_transform,
+)
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.parameters import describe_groups
@@ -44,10 +52,10 @@ from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import STARTED, Context, choose_memory
+from mclclip.ranks.process_group import STARTED, Context, choose_memory, choose_peak_tflops
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
-from mclclip.run.recorder import Recorder, StepProfiler
+from mclclip.run.recorder import Recorder, StepProfiler, Work
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.near_copies import report_near
@@ -330,11 +338,13 @@ def build_trainer(
     groups: StageGroups,
     identity: str,
     steps: int | None,
+    operations: int,
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity   digest of the inputs and options, for ``build_checkpoints``
-    steps      number of steps of the whole training; None: as the options say
+    identity     digest of the inputs and options, for ``build_checkpoints``
+    steps        number of steps of the whole training; None: as the options say
+    operations   floating-point operations of a sample in a step
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
@@ -365,14 +375,24 @@ def build_trainer(
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out,
+        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
     )  # fmt: skip
+    sizes = options.image_sizes(total, plan.steps_per_epoch)
+    if options.image_size:
+        parts = [
+            f"{size or module.model.image_size} pixels from step {at + 1}" for at, size in sizes
+        ]
+        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
+    compiles = options.engine.compile != "off"
+    compile_steps = {start, *(at for at, _ in sizes)} if compiles else set[int]()
     deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
     run_dir, traces = training.layout.run_dir, training.directory / "profile"
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
-        batches=build_loader(training, inputs, plan, known_bad, module.model, range(start, total)),
+        batches=build_loader(
+            training, inputs, plan, known_bad, module.model, range(start, total), sizes
+        ),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
@@ -380,7 +400,7 @@ def build_trainer(
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
         profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
-        compiles=options.engine.compile != "off",
+        compile_steps=compile_steps,
     )  # fmt: skip
 
 
@@ -418,10 +438,11 @@ def build_loader(
     known_bad: np.ndarray,
     model: Model,
     steps: range,
+    sizes: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Loader[Batch]:
-    """This rank's batches of ``steps``, in order."""
+    """This rank's batches of ``steps``, in order; ``sizes`` of pictures by their first steps."""
     say_equal = steps.start == 0 and training.context.is_main
-    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal)
+    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal, sizes)
     batches = collectives.raise_on_every_rank(make, "train")
     dataset = batches.dataset
 
@@ -448,6 +469,7 @@ def _build_batches(
     known_bad: np.ndarray,
     model: Model,
     say_equal: bool,
+    sizes: Sequence[tuple[int, int | None]],
 ) -> TrainingBatches:
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
     rows have an equal caption or picture, or near copies."""
@@ -457,11 +479,16 @@ def _build_batches(
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
-    train = model.preprocess_train
+    augmentation = training.config.model_of(training.name).augmentation
+    transforms = list[tuple[int, PictureTransform]]()
+    for start, size in sizes:
+        train = train_transform(model, augmentation, size)
+        fast = training.pixels == "fast"
+        transforms.append((start, as_transform(fast_transform(train) if fast else train)))
     dataset = TarDataset(
         training.index,
         training.config.data,
-        fast_transform(train) if training.pixels == "fast" else train,
+        transforms[0][1],
         tokenizer=fetch_tokenizer(model.tokenizer)
         if objective.reads.captions and text is None
         else None,
@@ -479,6 +506,7 @@ def _build_batches(
         world_size=training.context.world_size,
         class_labels=inputs.classes,
         bad_ids=known_bad,
+        transforms=transforms if inputs.image_rows is None else (),
     )
     dataset.check()
     is_far = bool(dataset.bytes.reader.urls)

@@ -35,14 +35,8 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenize
 from mclclip.export import ExportStep
 from mclclip.models import memory, weights
-from mclclip.models.encoder import (
-    RANDOM,
-    Encoder,
-    counts_of,
-    identify_encoder,
-    load_model,
-    split_name,
-)
+from mclclip.models.encoder import Encoder, counts_of, load_model
+from mclclip.models.encoder_names import RANDOM, identify_encoder, split_name
 from mclclip.models.loading import load_towers, refuse_without_weights, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig

@@ -25,7 +25,8 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.models import transformers_folder
-from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.encoder_names import RANDOM, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device

@@ -26,7 +26,8 @@ from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import ExportStep
 from mclclip.models import soup, weights
 from mclclip.models.clip import is_without_weights
-from mclclip.models.encoder import Encoder, counts_of, identify_encoder, save_concat
+from mclclip.models.encoder import Encoder, counts_of, save_concat
+from mclclip.models.encoder_names import identify_encoder
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model

@@ -26,6 +26,7 @@ from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
+from mclclip.plan.memory import count_operations
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -152,7 +153,11 @@ class Training(Step[StageTraining]):
         build.log_groups(training, module)
         groups = StageGroups(training.directory / _GROUPS)
         collectives.on_main(lambda: _write_groups(training, inputs, groups, out))
-        trainer = build.build_trainer(training, inputs, module, groups, out.identity, self.steps)
+        stored = training.stage > 0 and self.train.reads_text_embeddings
+        trainer = build.build_trainer(
+            training, inputs, module, groups, out.identity, self.steps,
+            count_operations(module, self.train, training.context.device, stored),
+        )  # fmt: skip
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}
         if trainer.evaluation and (best := trainer.evaluation.exported_step) is not None:

@@ -94,6 +94,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.lock.logit_scale": ("train.lock.logit_scale=false", {TRAIN}),
     "train.lora": ("train.lora.rank=2", {TRAIN}),
     "train.patch_dropout": ("train.lock.image_blocks=all train.patch_dropout=0.5", {TRAIN}),
+    "train.image_size": ('train.image_size=[{{"size":16}}]', {TRAIN}),
     "train.engine.name": ("train.engine.name=fsdp", set()),
     "train.engine.zero_stage": ("train.engine.zero_stage=1", set()),
     "train.engine.shard_ranks": ("train.engine.shard_ranks=1", set()),

@@ -189,7 +189,10 @@ def _head(where: Where, num_classes: int, batch: int, rate: float, dim: int) -> 
         loss = ClassCenterLoss(centers, "mlcd", products=products)
         parts_of(loss, image_features=features, classes=labels)["loss"].backward()
 
-    steps = {"bf16": partial(step, Products(bf16=True)), "fp32": partial(step, EXACT)}
+    steps = {
+        "bf16": partial(step, Products(bf16=True, as_fp32=not where.on_gpu)),
+        "fp32": partial(step, EXACT),
+    }
     taken = in_turn(steps, where.device, 7 if where.on_gpu else 3)
     flop = 8.0 * batch * round(rate * num_classes) * dim
     for name, took in taken.items():

@@ -142,8 +142,11 @@ def _export(graph: nn.Module, name: str, example: Tensor, path: Path, precision:
                 verbose=False,
             )
     except Exception as error:  # torch raises any kind for operations that ONNX does not have
-        cause = files.message_of(error)
-        raise ValueError(f"torch cannot write {path.name} of this model ({cause})") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # torch's own message is a page of advice
+            cause = cause.__cause__
+        message = files.message_of(cause)
+        raise ValueError(f"torch cannot write {path.name} of this model ({message})") from error
     assert program is not None  # torch returns None only if it writes the file itself
     if precision == "int8":
         _save_quantized(program.model, path)

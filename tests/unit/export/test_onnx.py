@@ -98,6 +98,25 @@ def test_a_graph_of_other_weights_is_refused(
 
 
 @needs_onnx
+def test_what_torch_cannot_export_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the cause of torch's error, whose own message is a page of advice."""
+
+    def fail(*args: Any, **options: Any) -> Any:
+        try:
+            raise KeyError("no function for aten::bessel_j0")
+        except KeyError as error:
+            raise RuntimeError("Failed.\nNext steps:\n- modify the model") from error
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    source = source_of("image_encoder", tmp_path)
+    with pytest.raises(ValueError, match=r"image\.onnx of this model .*aten::bessel_j0") as error:
+        convert.run("onnx", source, tmp_path / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@needs_onnx
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_without_a_package_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str

@@ -12,7 +12,7 @@ from mclclip.objectives.mlcd import ClassCenterLoss
 from mclclip.objectives.products import EXACT, Products, choose_products
 from tests.objective_loops import parts_of
 
-BF16 = Products(bf16=True)
+BF16 = Products(bf16=True, as_fp32=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -21,7 +21,7 @@ BF16 = Products(bf16=True)
 def test_bf16_is_for_half_precision_on_a_gpu(option: str, precision: str, device: str) -> None:
     chosen = choose_products(option, precision, torch.device(device))  # type: ignore[arg-type]
     wanted = option == "auto" and device == "cuda" and precision in ("bf16", "fp16")
-    assert chosen == (BF16 if wanted else EXACT)
+    assert chosen == (Products(bf16=True) if wanted else EXACT)
 
 
 def test_products_of_rounded_numbers_are_added_in_fp32() -> None:
