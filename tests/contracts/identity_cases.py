@@ -206,6 +206,6 @@ FLAGS: dict[str, dict[str, tuple[Any, bool]]] = {
         "texts": ("{table}", True),
         "precision": ("fp32", False),
         "num_images": (8, False),
-        "width": (8, True),
+        "width": (4, True),
     },
 }
