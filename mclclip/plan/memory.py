@@ -170,11 +170,11 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
     made: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
-        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        load = partial(_load, config.model if name is None else _options_of(name))
+        shapes = load()
         values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
-        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
-        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
-        made[name, True] = Teacher(*values, cache(faking))
+        made[name, False] = Teacher(*values, cache(load))
+        made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: made[name, fake]
 
 
@@ -376,6 +376,20 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
     """Counts the operations of embedding an ``image`` and a ``text`` with a model."""
     with faked(_load(options)) as model:
         return _operations(model)
+
+
+@cache
+def measure_teacher(name: str) -> dict[str, Any]:
+    """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
+    of its features, and the bytes of its weights (``size``)."""
+    model = _load(_options_of(name))
+    facts = {"width": model.embed_dim, "size": size_bytes(model.parameters())}
+    with faked(model) as fake:
+        return _operations(fake) | facts
+
+
+def _options_of(teacher: str) -> ModelConfig:
+    return ModelConfig(str(split_name(teacher)[0]))
 
 
 def _load(options: ModelConfig) -> Model:
