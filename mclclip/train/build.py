@@ -181,10 +181,6 @@ def build_trainer(
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     sizes = options.image_sizes(total, plan.steps_per_epoch)
-    if options.image_size:
-        own = module.model.image_size
-        parts = [f"{size or own} pixels from step {first + 1}" for first, size in sizes]
-        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
     operations = [(first, count_operations(size)) for first, size in sizes]
     if options.engine.compile == "step":
         module.compile()
@@ -200,11 +196,7 @@ def build_trainer(
     checkpoints.best = evaluation.exported_step if evaluation else None
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
-    log.info(
-        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
-        training.stage, training.title, count_of(total, "step"), start, plan.steps_per_epoch,
-        options.global_batch, count_of(context.world_size, "rank"),
-    )  # fmt: skip
+    _log_steps(training, plan, range(start, total), sizes, module.model.image_size)
     work = Work(operations, choose_peak_tflops(context.device))
     recorder = _build_recorder(training, plan, range(start, total), work, engine.leaves_out)
     compiles = options.engine.compile != "off"
@@ -223,6 +215,24 @@ def build_trainer(
         profiler=_build_profiler(training, total),
         compile_steps={start, *(at for at, _ in sizes)} if compiles else set(),
     )  # fmt: skip
+
+
+def _log_steps(
+    training: StageTraining,
+    plan: EpochPlan,
+    steps: range,
+    sizes: Sequence[tuple[int, int | None]],
+    own_size: int,
+) -> None:
+    options, ranks = training.options, training.context.world_size
+    log.info(
+        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
+        training.stage, training.title, count_of(steps.stop, "step"), steps.start,
+        plan.steps_per_epoch, options.global_batch, count_of(ranks, "rank"),
+    )  # fmt: skip
+    if options.image_size:
+        parts = [f"{size or own_size} pixels from step {first + 1}" for first, size in sizes]
+        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
 
 
 def _build_recorder(
