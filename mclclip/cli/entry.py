@@ -37,7 +37,7 @@ _COMMON = {
 # Verbs that do not import torch.
 _QUICK = {"recipes", "completion", "compare"}
 # Flags of an export to another library's layout.
-_CONVERSION = ("to", "model", "out", "images", "texts", "precision")
+_CONVERSION = ("to", "model", "out", "images", "texts", "precision", "width")
 # Flags of soup that say on which benchmarks soups are measured.
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 
@@ -199,6 +199,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "doctor": _doctor,
     "config": _config,
     "index": _function("verbs.index.run"),
+    "texts": _function("verbs.texts.run"),
     "embed": _function("verbs.embed.run"),
     "cluster": _function("verbs.cluster.run"),
     "relocate": _function("verbs.relocate.run"),

@@ -11,10 +11,13 @@ from mclclip.data.bytes import excluded_keys, read_excluded
 from mclclip.data.epoch_plan import check_samples as check_numbers
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import width_of
 from mclclip.eval.protocols import evaluator
+from mclclip.models.encoder_names import check_encoder
 from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import RunPaths, is_finished
+from mclclip.util.options import prefix_errors
 
 log = logging.getLogger("mclclip")
 
@@ -22,20 +25,27 @@ log = logging.getLogger("mclclip")
 def check(config: Config) -> None:
     """Raises ValueError or FileNotFoundError for files that are wrong or missing.
 
-    These are the file of excluded samples, image weights, and tokenizers. Warns if benchmarks will
-    give figures of chance, since no training has trained the text tower that they use.
+    These are the file of excluded samples, image weights, text rows, teachers, and tokenizers.
+    Warns if benchmarks will give figures of chance, since no training has trained the text tower
+    that they use.
     """
     excluded_keys(config.data.exclude)
+    if config.text_rows:
+        width_of(config.text_rows + config.eval.text_rows)
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:
-            towers = load_towers(model.name, image_weights=model.image_weights, text=model.text)
+            towers = load_towers(model.name, image_weights=model.image_weights, **model.of_towers)
             towers.lock(**options.model_arguments()["lock"])
             refuse_folded_norms(towers.train())
+    for teacher, text in config.teachers.items():
+        with prefix_errors(f"objective.teacher={teacher}"):
+            check_encoder(teacher, text=text)
     suite, trained = config.eval.suite, config.trained_model
     with_text = [name for name, each in suite.items() if evaluator(each.kind).reads_text]
     _check_tokenizers(config, reads_text=bool(with_text))
-    if with_text and trained is not None and trained.pretrained is None:
+    trains_text = config.train.objective.reads.captions
+    if with_text and trained is not None and trained.pretrained is None and not trains_text:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
@@ -53,7 +63,7 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
     names = [
         first if model is config.model and is_finished(first) else model.name
         for model in models
-        if model.text
+        if model.text and not model.text_rows
     ]
     for number, name in enumerate(names):
         if name not in names[:number]:
@@ -75,7 +85,7 @@ def check_samples(config: Config, index: SampleIndex) -> None:
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_numbers(name, batch, policy, most, len(index), len(lacking), draws)
-        if reads.digests and config.image_rows.enabled and name == "train":
+        if extras.PICTURE_DIGEST in reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(index)
         if reads.edits and not has_base:  # later, the training itself surveys the captions
             survey = partial(extras.report_edits, reads.edits, index, config.data, name)

@@ -46,10 +46,19 @@ class ModelConfig:
     """False: the image tower alone, for objectives that read no captions. A config without
     ``text_cfg`` has no text tower anyway; its ``vision_cfg`` may name a backbone of timm or
     torchvision."""
+    image_size: PositiveInt | None = None
+    """Height and width of the pictures in pixels, in place of the model's own. Position embeddings
+    are resized to the new number of patches, in the image tower and in a ResNet's attention pool.
+    Patches (a ResNet's 32 pixels) have to divide it. Null: the model's own."""
     long_context: bool = False
     """Stretch the context of open_clip's own text towers from 77 to 248 tokens, the most: the
     positions after the first 20 become four times as many (Long-CLIP). A text of up to 20 tokens
     keeps its features if the tower is causal, as CLIP's is."""
+    text_rows: list[str] = field(default_factory=list, metadata=NO_RESULT)  # but for what they hold
+    """Files of text embeddings of another encoder, of which a trained projection takes the place of
+    the text tower: FILE.parquet with the columns ``embedding`` and ``text`` or ``key``, or FILE.npy
+    beside FILE.jsonl with a line ``{"text": ...}`` or ``{"key": ...}`` per row; patterns such as
+    ``rows/*.parquet`` too. Evaluations look their texts up in them."""
     projector: list[PositiveInt] = field(default_factory=list)
     """Widths of the projector's layers, on top of an image tower alone; trained, not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +72,18 @@ class ModelConfig:
                 f"image_weights={self.image_weights} and pretrained={self.pretrained} both bring "
                 "the image tower's weights: leave one out"
             )
+        if self.text_rows and (not self.text or self.long_context):
+            option = "long_context=true" if self.long_context else "text=false"
+            raise ValueError(
+                f"text_rows stands in the place of the text tower, and {option} is about that "
+                "tower: leave one out"
+            )
+
+    @property
+    def of_towers(self) -> dict[str, Any]:
+        """Arguments of ``load_towers`` that say which towers a model has, and in which shapes."""
+        names = ("text", "long_context", "image_size", "text_rows")
+        return {name: getattr(self, name) for name in names}
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -6,13 +6,16 @@ Freezing, layer-wise decay, adapters and the split into trunk and tail all use o
 tower. This file imports neither open_clip nor timm.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
@@ -49,7 +52,8 @@ class TowerLayout:
         """
         most = len(self.blocks)
         if not 0 <= number <= most:
-            stem = "" if self.embedding else f" (the stem and {most - 1} residual blocks)"
+            has_stem = self.blocks and not self.embedding
+            stem = f" (the stem and {most - 1} residual blocks)" if has_stem else ""
             raise ValueError(
                 f"{option} is {number}, but the {tower} tower has {most} blocks{stem}: give 0 to "
                 f"{most}{others}"
@@ -97,7 +101,7 @@ class TowerLayout:
         For open_clip's ResNet, whose stem is no module of its own, these are the four layers.
         """
         names = [name for block in self.blocks for name in block]
-        if not self.embedding:
+        if self.blocks and not self.embedding:
             names = [f"layer{i}" for i in range(1, 5)]
         modules = [tower.get_submodule(name) for name in names]
         return [module for module in modules if any(True for _ in module.parameters())]
@@ -240,6 +244,49 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)
 
 
+def resize_positions(rows: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
+    """Resizes position embeddings [k + h w, D] of a grid (h, w) to [k + h' w', D].
+
+    As in open_clip and timm the interpolation is bicubic with antialiasing, and the first k rows,
+    which belong to no patch (class token, registers), stay.
+    """
+    if before == after:
+        return rows
+    extra = len(rows) - before[0] * before[1]
+    patches = rows[extra:].reshape(1, *before, -1).permute(0, 3, 1, 2)
+    patches = functional.interpolate(
+        patches, after, mode="bicubic", antialias=True, align_corners=False
+    )
+    return torch.cat([rows[:extra], patches.permute(0, 2, 3, 1).flatten(0, 2)])
+
+
+@contextmanager
+def resized_positions(
+    module: nn.Module, name: str, before: Sequence[int], after: Sequence[int]
+) -> Iterator[None]:
+    """Within the block, a module's parameter `name` of positions has those of the grid `after`.
+
+    They are a linear function of the parameter, which gets their gradient. A product with its
+    matrix has one order of sums on a GPU, which the gradient of an interpolation has not.
+    """
+    positions = getattr(module, name)
+    if tuple(before) == tuple(after) or positions is None:
+        yield
+        return
+    rows = positions.reshape(-1, positions.shape[-1])
+    number = before[0] * before[1]
+    each = torch.eye(number, dtype=rows.dtype, device=rows.device)
+    matrix = resize_positions(each, (before[0], before[1]), (after[0], after[1]))
+    extra = len(rows) - number
+    resized = torch.cat([rows[:extra], matrix @ rows[extra:]])
+    # An attribute of the module itself comes before its parameter of this name.
+    vars(module)[name] = resized.reshape(*positions.shape[:-2], *resized.shape)
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+
+
 # --- open_clip's own towers, and text towers -------------------------------------------------
 
 
@@ -253,8 +300,15 @@ def vision_transformer_layout(tower: Any) -> ImageLayout:
         projection=present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
         finish=_finish_vision_transformer,
         pooled_dim=int(tower.ln_post.normalized_shape[0]),
-        start=lambda tower, images: (tower._embeds(images), None),
+        start=_start_vision_transformer,
     )
+
+
+def _start_vision_transformer(tower: Any, images: Tensor) -> tuple[Tensor, None]:
+    sides = zip(images.shape[-2:], tower.patch_size, strict=True)
+    grid = tuple(int(side) // patch for side, patch in sides)
+    with resized_positions(tower, "positional_embedding", tower.grid_size, grid):
+        return tower._embeds(images), None
 
 
 def _finish_vision_transformer(tower: Any, hidden: Tensor, project: bool) -> Tensor:
@@ -275,7 +329,7 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         blocks=(stem, *residual),
         norm=(),
         projection=("attnpool",),
-        finish=lambda tower, hidden, _: tower.attnpool(hidden),
+        finish=_finish_resnet,
         pooled_dim=None,
         steps=lambda tower, _: [
             tower.stem, *(tower.get_submodule(name) for (name,) in residual)
@@ -284,12 +338,22 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
     )  # fmt: skip
 
 
+def _finish_resnet(tower: Any, hidden: Tensor, _: bool) -> Tensor:
+    side = math.isqrt(len(tower.attnpool.positional_embedding) - 1)
+    grid = tuple(hidden.shape[-2:])
+    with resized_positions(tower.attnpool, "positional_embedding", (side, side), grid):
+        pooled: Tensor = tower.attnpool(hidden)
+    return pooled
+
+
 def text_layout(tower: nn.Module) -> TowerLayout:
     """Returns the layout of a text tower: open_clip's own transformer, or one of Hugging Face.
 
     `tower` is a `CLIP` itself, or the `text` of a `CustomTextCLIP`. Raises ValueError if no blocks
     are found.
     """
+    if isinstance(layout := getattr(tower, "layout", None), TowerLayout):
+        return layout  # a ``RowProjection``'s
     transformer = getattr(tower, "transformer", None)
     if getattr(transformer, "resblocks", None) is not None:
         return TowerLayout(

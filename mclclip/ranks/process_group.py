@@ -110,6 +110,11 @@ def choose_memory(device: torch.device) -> Memory:
     return "pinned" if device.type == "cuda" else "pageable"
 
 
+def choose_no_autocast(device: torch.device) -> torch.autocast:
+    """Returns a context in which tensors keep their dtypes, even within an autocast."""
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
 # Dense products in half precision, by the makers' data sheets: TFLOP/s by a part of a GPU's name.
 # The first that fits counts.
 _PEAK_TFLOPS = {

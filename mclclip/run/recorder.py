@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
+from mclclip.run.trackers import Trackers
 
 _STATUS = Path("/proc/self/status")
 _PROFILE_ROWS = 30  # operators in the table of a profile
@@ -229,7 +230,7 @@ _LOGGED = {
     "negative_loss": "negative %.3f",
     "positive_cosine": "cosine %.3f",
     "positives_per_row": "positives per row %.2f",
-    "equal_captions": "equal pairs %.0f",
+    "near_copies": "near copies %.0f",
 }
 
 
@@ -249,17 +250,17 @@ class Recorder:
 
     directory        gets metrics.jsonl (a row per ``log_every`` steps and after the last step),
                      epochs.jsonl (a row per epoch, or for the part of it that ran), warnings.jsonl
-                     (if there are any) and the folders of the sinks
+                     (if there are any) and the folders of the trackers
     name             names the training in log lines, such as 'stage 1'
     start, total     steps done before this process, and steps of the whole training
     share_bad        tells all ranks this rank's replaced samples and returns how many all ranks
                      know (data.sample_index.SharedBadSamples.add); all ranks call it at every row
-    track, config    names of the sinks, such as ``["wandb"]``, and the options they store
+    track, config    names of the trackers, such as ``["wandb"]``, and the options they store
     evaluates        True if there will be evaluations, whose rows go to evaluations.jsonl
     leaves_out       True if the engine skips bad steps, see `StepWatch`
     work             what a rank computes, for the rates of operations
 
-    Raises ValueError on all ranks if the package of a sink is not installed.
+    Raises ValueError on all ranks if the package of a tracker is not installed.
     """
 
     directory: Path
@@ -295,9 +296,9 @@ class Recorder:
         if not self.context.is_main:
             return None
         directory, start = self.directory, self.start
-        sinks = runlog.open_sinks(self.track, directory, config=self.config, resume_step=start)
+        trackers = Trackers.open(self.track, directory, config=self.config)
         return runlog.MetricsLog(
-            directory, resume_step=start, sinks=sinks, evaluates=self.evaluates
+            directory, resume_step=start, trackers=trackers, evaluates=self.evaluates
         )
 
     def read_batches(self, batches: Iterable[R]) -> Iterator[R]:
@@ -401,7 +402,7 @@ class Recorder:
             self.metrics.write(done, {"warning": name, "text": text}, "warnings")
 
     def close(self) -> None:
-        """Closes files and sinks; waits at most ``runlog.CLOSE_S`` seconds for each sink."""
+        """Closes files and trackers; waits for trackers at most ``trackers.CLOSE_S`` seconds."""
         if self.metrics is not None:
             self.metrics.close()
 

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +109,8 @@ class ModelWithObjective(nn.Module):
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
         if self.precision == "float64":
+            if batch.text is not None and batch.text.is_floating_point():
+                batch.text = batch.text.double()
             if batch.text_features is not None:
                 batch.text_features = batch.text_features.double()
             doubled = {n: t.double() for n, t in batch.extras.items() if t.is_floating_point()}
@@ -227,7 +229,7 @@ class Trainer:
     checkpoint_every   steps between checkpoints
     profiler           traces the steps that the options name
     evaluation         evaluates the checkpoints of some steps; None: no evaluations
-    compiles           the first step compiles the model, so ranks wait for it without a limit
+    compile_steps      steps that compile the model, for which ranks wait without a limit
     done               number of finished steps, counted from the start of the whole training
     """
 
@@ -243,7 +245,7 @@ class Trainer:
     checkpoint_every: int
     profiler: StepProfiler
     evaluation: PeriodicEvaluation | None = None
-    compiles: bool = False
+    compile_steps: Set[int] = frozenset()
     done: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -290,7 +292,7 @@ class Trainer:
 
     def _step(self, batch: Batch) -> None:
         objective, context, step = self.module.objective, self.engine.context, batch.step
-        compiles = self.compiles and step == self.recorder.start
+        compiles = step in self.compile_steps
         with without_limit() if compiles else contextlib.nullcontext(), self.profiler.step(step):
             batch = self.module.on_device(batch, context.device)
             seed_everything(*self.seed_words, step, context.rank)  # of dropout

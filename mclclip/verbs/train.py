@@ -19,11 +19,12 @@ from mclclip.config import Config, TrainConfig, rules
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import total_steps
-from mclclip.data.extras import directory_of
+from mclclip.data.extras import directory_of, embeddings_of
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import KIND
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
 from mclclip.plan.memory import count_operations
@@ -113,6 +114,16 @@ class Training(Step[StageTraining]):
         # In later stages the base's digest stands for it.
         if file is not None and (training.stage == 0 or training.config.trained_model is not None):
             digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
+        for name, (encoder, what) in reads.stored.items():
+            if encoder is not None:
+                digests[name] = artifacts.read_manifest(
+                    *embeddings_of(layout, encoder, what)
+                ).digest
+        for teacher in reads.teachers:
+            export = layout.encoder(teacher) / "export"
+            digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
+        if training.reads_text_rows:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
@@ -121,7 +132,7 @@ class Training(Step[StageTraining]):
             if not training.config.writes_image_rows:
                 rows = layout.embeddings(0), "embeddings"
             digests["image_rows"] = artifacts.read_manifest(*rows).digest
-        if "image_features" in reads.base:
+        if "image_features" in reads.of_stage_0:
             embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
             digests["embeddings"] = embedded.digest
         for edits in training.stored_texts:
@@ -205,7 +216,7 @@ def _report_samples(training: StageTraining, inputs: TrainingInputs) -> None:
     reasons = {
         "without_caption": "have no caption",
         "without_attribute": f"have no {training.options.objective.reads.attribute}",
-        "without_embedding": "have no embedding of stage 0",
+        "without_embedding": "have no embedding of an encoder that is read",
     }
     for reason, ids in training.left_out.items():
         if len(ids):

@@ -20,6 +20,8 @@ ELSEWHERE = {
     "trained_model": "goes with other objectives alone: test_class_centers",
     "base": "makes stage 0 a training: test_train",
     "model.image_weights": "its file's digest counts: test_backbones",
+    "model.text_rows": "its files' digest counts: test_texts",
+    "eval.text_rows": "goes with model.text_rows, and changes no training: test_texts",
     "train.plan.weights": "its file's digest counts: test_weights",
     "image_rows.enabled": "makes further artifacts: test_image_rows",
 }
@@ -48,6 +50,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "model.name": ("model.name.embed_dim=4", {BASE, TRAIN}),
     "model.pretrained": ("model.pretrained=tag", {BASE, TRAIN}),
     "model.text": ("model.text=false", {BASE, TRAIN}),
+    "model.image_size": ("model.image_size=16", {BASE, TRAIN}),
     "model.long_context": (
         "model.name.text_cfg.context_length=77 model.long_context=true", {BASE, TRAIN},
     ),
@@ -93,6 +96,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.lock.logit_scale": ("train.lock.logit_scale=false", {TRAIN}),
     "train.lora": ("train.lora.rank=2", {TRAIN}),
     "train.patch_dropout": ("train.lock.image_blocks=all train.patch_dropout=0.5", {TRAIN}),
+    "train.image_size": ('train.image_size=[{{"size":16}}]', {TRAIN}),
     "train.engine.name": ("train.engine.name=fsdp", set()),
     "train.engine.zero_stage": ("train.engine.zero_stage=1", set()),
     "train.engine.shard_ranks": ("train.engine.shard_ranks=1", set()),
@@ -103,7 +107,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.lr": ("train.lr=0.5", {TRAIN}),
     "train.schedule": ("train.schedule=constant", {TRAIN}),
     "train.warmup": ("train.warmup=0.5", {TRAIN}),
-    "train.parameters": ('train.parameters=[{match: "*", lr_scale: 0.5}]', {TRAIN}),
+    "train.parameters": ('train.parameters=[{{"match":"*","lr_scale":0.5}}]', {TRAIN}),
     "train.weight_decay": ("train.weight_decay=0.5", {TRAIN}),
     "train.start_decay": ("train.start_decay=0.5", {TRAIN}),
     "train.betas": ("train.betas=[0.9,0.9]", {TRAIN}),
@@ -202,5 +206,6 @@ FLAGS: dict[str, dict[str, tuple[Any, bool]]] = {
         "texts": ("{table}", True),
         "precision": ("fp32", False),
         "num_images": (8, False),
+        "width": (4, True),
     },
 }

@@ -14,14 +14,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
+from mclclip.data.text_rows import TextRows
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
+from mclclip.models.narrow import narrow_encoder
 from mclclip.run import artifacts
 from mclclip.util import files, shipped
 
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,30 @@ class Source:
 
     directory  an export (a stage, a soup, a concat); for clip_retrieval also a stage's embeddings
     precision  number format of the weights that are written
+    width      how many numbers of the features are kept, the first ones; None: all
     """
 
     directory: Path
     precision: Precision = "fp32"
+    width: int | None = None
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder in the directory, on the CPU. Raises the errors of `load_model`."""
-        return load_model(self.directory)
+        """The encoder in the directory, on the CPU. Raises the errors of `load_model` and
+        `narrow`."""
+        whole = load_model(self.directory)
+        return whole if self.width is None else narrow_encoder(whole, self.width)
 
     @property
     def is_concat(self) -> bool:
         """True if the directory holds several joined stages."""
         return (self.directory / weights.CONCAT).is_file()
 
-    def single(self, library: str, *, text: bool = True) -> Model:
+    def single(self, library: str, *, text: bool = True, rows: bool = False) -> Model:
         """Returns the encoder's only model.
 
         Raises ValueError, which names the `library`, for a concat, and, with `text`, for a model
-        without a text tower.
+        without a text tower, and, without `rows`, for one that reads text rows.
         """
         if self.is_concat:
             raise ValueError(
@@ -59,6 +65,11 @@ class Source:
         model: Model = self.encoder.stages[0]
         if text and not model.reads_texts:
             raise ValueError(f"{self.directory} has no text tower, which {library} has")
+        if text and not rows and isinstance(model.tokenizer, TextRows):
+            raise ValueError(
+                f"{self.directory} reads rows of another encoder in the place of texts, which "
+                f"{library} cannot hold: convert it --to onnx"
+            )
         return model
 
     @property

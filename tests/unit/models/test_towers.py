@@ -292,16 +292,6 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
 # --- what is refused -------------------------------------------------------------------------
 
 
-def test_a_size_that_the_tower_was_not_built_for() -> None:
-    def of_side_48(kind: str) -> dict[str, Any]:
-        vision = config_of(kind)["vision_cfg"] | {"image_size": 48}
-        return config_of(kind, vision_cfg=vision)
-
-    with pytest.raises(ValueError, match="image_size is 48, but timm's tower .* takes 32 pixels"):
-        load_towers(of_side_48("attention"))
-    assert load_towers(of_side_48("token")).image_size == 48  # takes any
-
-
 class _Branches(nn.Module):
     """Two stages whose results are added, which is no chain."""
 

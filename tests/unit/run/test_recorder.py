@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mclclip.ranks.process_group import Context
-from mclclip.run import runlog
 from mclclip.run.recorder import NotFinite, Recorder, Work
+from mclclip.run.trackers import Trackers
 from tests import tiny
 from tests.device_waits import Readings
 
@@ -116,13 +116,13 @@ def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
     assert not tiny.rows(tmp_path / "metrics.jsonl")
 
 
-def test_a_sink_that_is_not_installed_is_refused(
+def test_a_tracker_that_is_not_installed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*args: Any, **options: Any) -> None:
         raise ValueError("track: wandb is not installed")
 
-    monkeypatch.setattr(runlog, "open_sinks", missing)
+    monkeypatch.setattr(Trackers, "open", missing)
     with pytest.raises(ValueError, match="not installed"):
         make(tmp_path, track=["wandb"])
 
