@@ -334,7 +334,11 @@ def _measure_loss(
 
 
 def count_operations(
-    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+    trainee: ModelWithObjective,
+    options: TrainConfig,
+    device: torch.device,
+    cached_text: bool,
+    image_size: int | None = None,
 ) -> int:
     """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
 
@@ -343,10 +347,13 @@ def count_operations(
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
     its weights, its buffers and the random generators do not change. ``cached_text``: stored text
-    features stand for captions.
+    features stand for captions. ``image_size``: pictures have another size than the model's own.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
     batch = _batch(model, options, _ROWS, cached_text)
+    if image_size is not None:
+        shape = _ROWS, model.num_channels, image_size, image_size
+        batch.views = [view.new_zeros(shape) for view in batch.views]
     if first := model.first_block:  # stored rows stand for images
         images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
         with torch.no_grad():

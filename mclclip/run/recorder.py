@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -113,10 +113,17 @@ class Work:
 
     operations    floating-point operations of a sample in a step; 0: not counted
     peak_tflops   highest rate of the device, in TFLOP/s; None: unknown
+    changes       first step and operations of each image size, where it changes within a training
     """
 
     operations: int = 0
     peak_tflops: float | None = None
+    changes: tuple[tuple[int, int], ...] = ()
+
+    def at(self, step: int) -> Work:
+        """Returns the work of a step."""
+        counted = [operations for start, operations in self.changes if start <= step]
+        return replace(self, operations=counted[-1]) if counted else self
 
 
 _NOT_COUNTED = Work()
@@ -335,6 +342,7 @@ class Recorder:
         """
         self.row.steps += 1
         self.epoch.steps += 1
+        self.row.work = self.epoch.work = self.work.at(done - 1)  # of a row's last step
         self.loss_sum = self.loss_sum + parts["loss"].detach().double()
         self.watch.take(parts["loss"], parts["grad_norm"])
         return self._write(done, parts, lr) if self.is_row_due(done) else None

@@ -4,7 +4,7 @@ its options; ``verbs.train`` calls it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, reduce
 from pathlib import Path
@@ -338,18 +338,20 @@ def build_trainer(
     groups: StageGroups,
     identity: str,
     steps: int | None,
-    operations: int,
+    count_operations: Callable[[int | None], int],
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity     digest of the inputs and options, for ``build_checkpoints``
-    steps        number of steps of the whole training; None: as the options say
-    operations   floating-point operations of a sample in a step
+    identity           digest of the inputs and options, for ``build_checkpoints``
+    steps              number of steps of the whole training; None: as the options say
+    count_operations   image size (None: the model's own) -> operations of a sample in a step
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
+    sizes = options.image_sizes(total, plan.steps_per_epoch)
+    operations = tuple((at, count_operations(size)) for at, size in sizes)
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
@@ -375,24 +377,15 @@ def build_trainer(
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
+        leaves_out=engine.leaves_out,
+        work=Work(operations[0][1], choose_peak_tflops(context.device), operations),
     )  # fmt: skip
-    sizes = options.image_sizes(total, plan.steps_per_epoch)
-    if options.image_size:
-        parts = [
-            f"{size or module.model.image_size} pixels from step {at + 1}" for at, size in sizes
-        ]
-        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
-    compiles = options.engine.compile != "off"
-    compile_steps = {start, *(at for at, _ in sizes)} if compiles else set[int]()
     deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
     run_dir, traces = training.layout.run_dir, training.directory / "profile"
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
-        batches=build_loader(
-            training, inputs, plan, known_bad, module.model, range(start, total), sizes
-        ),
+        batches=build_loader(training, inputs, plan, known_bad, module.model, range(start, total)),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
@@ -400,7 +393,7 @@ def build_trainer(
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
         profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
-        compile_steps=compile_steps,
+        compile_steps={start, *dict(sizes)} if options.engine.compile != "off" else set(),
     )  # fmt: skip
 
 
@@ -438,9 +431,12 @@ def build_loader(
     known_bad: np.ndarray,
     model: Model,
     steps: range,
-    sizes: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Loader[Batch]:
-    """This rank's batches of ``steps``, in order; ``sizes`` of pictures by their first steps."""
+    """This rank's batches of ``steps``, in order, the last of which ends the training."""
+    sizes = training.options.image_sizes(steps.stop, plan.steps_per_epoch)
+    if training.options.image_size:
+        parts = [f"{size or model.image_size} pixels from step {at + 1}" for at, size in sizes]
+        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
     say_equal = steps.start == 0 and training.context.is_main
     make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal, sizes)
     batches = collectives.raise_on_every_rank(make, "train")

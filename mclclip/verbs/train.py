@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -156,7 +156,7 @@ class Training(Step[StageTraining]):
         stored = training.stage > 0 and self.train.reads_text_embeddings
         trainer = build.build_trainer(
             training, inputs, module, groups, out.identity, self.steps,
-            count_operations(module, self.train, training.context.device, stored),
+            partial(count_operations, module, self.train, training.context.device, stored),
         )  # fmt: skip
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}

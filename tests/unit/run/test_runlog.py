@@ -191,6 +191,12 @@ def test_the_meter_tells_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) 
     assert not {"mfu", "tflops_per_s_per_rank"} & Meter(8, 1).read().keys()
 
 
+def test_work_changes_with_the_image_size() -> None:
+    work = Work(3, 100.0, ((0, 3), (5, 8)))
+    assert [work.at(step).operations for step in (0, 4, 5, 9)] == [3, 3, 8, 8]
+    assert Work(3).at(7) == Work(3) and work.at(5).peak_tflops == 100.0
+
+
 # --- rows on disk ------------------------------------------------------------------------------
 
 
