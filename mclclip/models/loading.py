@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
+from mclclip.data.text_rows import TextRows, width_of
 from mclclip.models import (
     backbones,
     clip,
@@ -29,6 +31,7 @@ from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.parameters import freeze
 from mclclip.models.patterns import ParameterConfig
+from mclclip.models.row_projection import WIDTH, RowClip, with_rows
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.run.artifacts import read_manifest, verb_of
@@ -52,6 +55,7 @@ def load_towers(
     load_weights: bool = True,
     long_context: bool = False,
     image_size: int | None = None,
+    text_rows: Sequence[str] = (),
 ) -> Model:
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
 
@@ -71,6 +75,8 @@ def load_towers(
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
         image_size: height and width of the pictures, in place of the configuration's. Position
             embeddings of the weights are resized as open_clip's `force_image_size` does.
+        text_rows: files of text embeddings (`data.text_rows`); a projection of these rows, drawn by
+            `seed`, takes the place of the text tower. An export of such a model needs no files.
 
     Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
     that do not fit or had another activation, a projector beside a text tower, a text tower that
@@ -80,15 +86,17 @@ def load_towers(
     config, file, directory = clip.find(name, pretrained, load_weights)
     if image_size is not None:
         config = with_image_size(config, image_size)
-    tokenizer = None
-    if text and "text_cfg" in config["model_cfg"]:
-        _check_clip(name, config["model_cfg"], projector)
-        random_text = bool(file) or not load_weights
-        exported, model_cfg, tokenizer = _build_clip(
-            config, file, directory, seed, random_text=random_text, long_context=long_context
-        )
-    else:
+    exported: Any
+    if not text or not (text_rows or "text_cfg" in config["model_cfg"]):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+        tokenizer = None
+    else:
+        _check_clip(name, config["model_cfg"], projector)
+        build = partial(_build_on_rows, text_rows=text_rows, where=_where(name))
+        if not text_rows and WIDTH not in config["model_cfg"]["text_cfg"]:
+            random_text = bool(file) or not load_weights
+            build = partial(_build_clip, random_text=random_text, long_context=long_context)
+        exported, model_cfg, tokenizer = build(config, file, directory, seed)
     check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
@@ -145,6 +153,39 @@ def _build_clip(
     if long_context:
         towers.stretch(exported)
     return exported, model_cfg, tokenizer
+
+
+def _build_on_rows(
+    config: Mapping[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    *,
+    text_rows: Sequence[str],
+    where: str,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds an image tower beside a projection of rows, as wide as those of ``text_rows``, or as
+    the configuration says.
+
+    Loads the weights in ``file``: all of them if they are of such a model, else those of the image
+    tower. Returns it with its model config, and the rows in or above ``directory``.
+    """
+    model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
+    width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
+    if is_whole:
+        if width != (trained := model_cfg["text_cfg"][WIDTH]):
+            raise ValueError(
+                f"model.text_rows has rows of width {width}, and the projection of {where} takes "
+                f"{trained}: bring rows of the encoder that it was trained with"
+            )
+        image_only = {name: value for name, value in model_cfg.items() if name != "text_cfg"}
+        config = {**config, "model_cfg": image_only}
+    tower, image_cfg = _build_image_tower(config, None if is_whole else file, seed, where)
+    whole_cfg = with_rows(model_cfg, image_cfg, width)
+    built = RowClip(tower.visual, whole_cfg, seed)
+    if is_whole and file is not None:
+        weights.fill(built, weights.read_tensors(file), str(file))
+    return built, whole_cfg, TextRows.beside(directory, width)
 
 
 def _build_image_tower(

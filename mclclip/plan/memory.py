@@ -170,11 +170,11 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
     made: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
-        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        load = partial(_load, config.model if name is None else _options_of(name))
+        shapes = load()
         values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
-        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
-        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
-        made[name, True] = Teacher(*values, cache(faking))
+        made[name, False] = Teacher(*values, cache(load))
+        made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: made[name, fake]
 
 
@@ -215,7 +215,8 @@ def _batch(
     ``cached_text``: it has stored text features in the place of tokens. ``teacher``: tells the
     widths of other encoders' stored embeddings (None: the batch has none).
     """
-    dtype, dim, context = next(model.parameters()).dtype, model.embed_dim, _context_length(model)
+    dtype, dim = next(model.parameters()).dtype, model.embed_dim
+    context = model.empty_texts(1).shape[1]
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
     def values(*shape: int) -> Tensor:
@@ -241,7 +242,7 @@ def _batch(
         sample_id=ids(),
         step=0,
         group_size=options.global_batch,
-        text=ids(context) if reads.captions and not cached_text else None,
+        text=model.empty_texts(local) if reads.captions and not cached_text else None,
         text_features=values(dim) if cached_text else None,
         extras=extras,
     )
@@ -346,8 +347,9 @@ def count_operations(
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
-    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
-    features stand for captions. ``image_size``: pictures have another size than the model's own.
+    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
+    stored text features stand for captions. ``image_size``: pictures have another size than the
+    model's own.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
     batch = _batch(model, options, _ROWS, cached_text)
@@ -363,11 +365,7 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-        StepMeter() as meter,
-    ):
+    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
         features = trainee(trainee.on_device(batch, device), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(sums)
@@ -388,6 +386,20 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
         return _operations(model)
 
 
+@cache
+def measure_teacher(name: str) -> dict[str, Any]:
+    """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
+    of its features, and the bytes of its weights (``size``)."""
+    model = _load(_options_of(name))
+    facts = {"width": model.embed_dim, "size": size_bytes(model.parameters())}
+    with faked(model) as fake:
+        return _operations(fake) | facts
+
+
+def _options_of(teacher: str) -> ModelConfig:
+    return ModelConfig(str(split_name(teacher)[0]))
+
+
 def _load(options: ModelConfig) -> Model:
     return load_shapes(options.name, projector=options.projector, **options.of_towers)
 
@@ -399,13 +411,9 @@ def _operations(model: Model) -> dict[str, Any]:
         model.encode_image(images)
     with torch.no_grad(), StepMeter() as of_texts:
         if model.reads_texts:
-            model.encode_text(torch.zeros(_ROWS, _context_length(model), dtype=torch.int64))
+            model.encode_text(model.empty_texts(_ROWS))
     of_text = of_texts.operations // _ROWS if model.reads_texts else None
     return {"image": of_images.operations // _ROWS, "text": of_text}
-
-
-def _context_length(model: Model) -> int:
-    return int(getattr(model.tokenizer, "context_length", 77))
 
 
 def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:

@@ -10,6 +10,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
     runs/NAME/
       run.lock  run_state.json  config.yaml
       index/                    samples.arrow  shards.json  bad_samples.json  manifest.json  ...
+      text_rows/
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
@@ -62,6 +63,7 @@ class Kind(NamedTuple):
 _ENCODER = r"(stage_\d+|teachers/[^/]+)"
 KINDS = {
     "index": Kind("index", "index"),
+    "text_rows": Kind("texts", "(eval_)?text_rows"),
     "embeddings": Kind("embed", f"{_ENCODER}/embeddings"),
     "text_embeddings": Kind("embed --text", f"{_ENCODER}/(text_embeddings|edited_texts/[^/]+)"),
     "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
@@ -427,6 +429,7 @@ class RunPaths:
                      index, stage 0 and pseudo labels with its run
     index            the sample index
     root             folder of this variant's stages: the run directory, or the control's folder
+    text_rows        copies of ``model.text_rows``; eval_text_rows of ``eval.text_rows``
     results          results.jsonl, one row per figure
     text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
     image_rows       outputs of stage 0's frozen image blocks, a row per sample
@@ -436,6 +439,7 @@ class RunPaths:
         self.run_dir, self.variant = run_dir, variant
         self.index = run_dir / "index"
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
+        self.text_rows, self.eval_text_rows = run_dir / "text_rows", run_dir / "eval_text_rows"
         self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.image_rows = run_dir / "stage_0" / "image_rows"

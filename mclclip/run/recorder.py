@@ -410,7 +410,7 @@ class Recorder:
             self.metrics.write(done, {"warning": name, "text": text}, "warnings")
 
     def close(self) -> None:
-        """Closes files and trackers; waits for a tracker at most ``trackers.CLOSE_S`` seconds."""
+        """Closes files and trackers; waits for trackers at most ``trackers.CLOSE_S`` seconds."""
         if self.metrics is not None:
             self.metrics.close()
 

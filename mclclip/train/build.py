@@ -34,6 +34,7 @@ from mclclip.data.picture_transform import PictureTransform, as_transform
 from mclclip.data.row_store import StoredRows, left_out
 from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
+from mclclip.data.text_rows import TextRows, report_missing, width_of
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
@@ -112,6 +113,13 @@ class StageTraining:
         return self.stage > 0 and self.config.image_rows.enabled
 
     @property
+    def reads_text_rows(self) -> bool:
+        """True if rows that the user brings stand for captions: ``model.text_rows``."""
+        return bool(
+            self.options.objective.reads.captions and self.config.model_of(self.name).text_rows
+        )
+
+    @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
         """``TrainConfig.stored_texts`` after stage 0, which itself reads captions."""
         return self.options.stored_texts if self.stage > 0 else ()
@@ -155,6 +163,13 @@ class StageTraining:
             return None
         directory = self.layout.clusters(self.stage - 1)
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
+
+    @cached_property
+    def text_rows(self) -> TextRows | None:
+        """The user's rows that stand for captions, where ``model.text_rows`` is set. Raises the
+        errors of ``TextRows``."""
+        files = self.config.model_of(self.name).text_rows
+        return TextRows([self.layout.text_rows], width_of(files)) if files else None
 
     def read_extras(self) -> list[Extra]:
         """Returns further tensors of every sample, which the objective reads. Raises ValueError
@@ -212,6 +227,9 @@ def read_inputs(training: StageTraining) -> TrainingInputs:
     def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
         if edits := training.options.objective.reads.edits:
             report_edits(edits, index, config.data, training.name)
+        if training.reads_text_rows:
+            assert training.text_rows is not None
+            report_missing(training.text_rows, index, config.data)
         classes, locations, image_rows = training.classes, _open_locations(training), None
         if training.reads_image_rows:
             whole = not config.writes_image_rows
@@ -258,6 +276,8 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
         model = load_towers(
             training.layout.export(stage - 1 if options.start == "previous" else 0), **same
         )
+    if base.text_rows:
+        model.tokenizer = training.text_rows
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
@@ -356,9 +376,9 @@ def build_trainer(
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=module.model.blocks(), precision=options.precision,
-        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
-        outside=module.objective.outside(),
+        blocks=module.model.blocks(), outside=module.objective.outside(),
+        precision=options.precision, ema_decay=options.ema_decay,
+        clip_grad_norm=options.clip_grad_norm,
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -380,21 +400,31 @@ def build_trainer(
         leaves_out=engine.leaves_out,
         work=Work(operations[0][1], choose_peak_tflops(context.device), operations),
     )  # fmt: skip
-    deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
-    run_dir, traces = training.layout.run_dir, training.directory / "profile"
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
         batches=build_loader(training, inputs, plan, known_bad, module.model, range(start, total)),
-        boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
+        boundary=_build_boundary(training),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
             lr=options.lr, schedule=options.schedule,
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
-        profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
+        profiler=_build_profiler(training, total),
         compile_steps={start, *dict(sizes)} if options.engine.compile != "off" else set(),
     )  # fmt: skip
+
+
+def _build_boundary(training: StageTraining) -> StepBoundary:
+    config, run_dir = training.config, training.layout.run_dir
+    deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
+    return StepBoundary(training.context, run_dir, poll_s=config.poll_s, deadline=deadline)
+
+
+def _build_profiler(training: StageTraining, total: int) -> StepProfiler:
+    directory, context = training.directory / "profile", training.context
+    steps = training.options.profile_steps
+    return StepProfiler(directory, steps, total, context.device, context.rank)
 
 
 def _build_evaluation(
@@ -476,6 +506,8 @@ def _build_batches(
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
     augmentation = training.config.model_of(training.name).augmentation
+    rows = training.text_rows if training.reads_text_rows else None
+    tokenized = objective.reads.captions and text is None and rows is None
     transforms = list[tuple[int, PictureTransform]]()
     for start, size in sizes:
         train = train_transform(model, augmentation, size)
@@ -485,11 +517,10 @@ def _build_batches(
         training.index,
         training.config.data,
         transforms[0][1],
-        tokenizer=fetch_tokenizer(model.tokenizer)
-        if objective.reads.captions and text is None
-        else None,
+        tokenizer=fetch_tokenizer(model.tokenizer) if tokenized else None,
         image_rows=inputs.image_rows,
         text_features=text,
+        text_rows=rows,
         locations=inputs.locations,
         extras=inputs.extras + edits,
     )

@@ -24,6 +24,7 @@ from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import KIND
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
 from mclclip.plan.memory import count_operations
@@ -121,6 +122,8 @@ class Training(Step[StageTraining]):
         for teacher in reads.teachers:
             export = layout.encoder(teacher) / "export"
             digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
+        if training.reads_text_rows:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
