@@ -222,7 +222,7 @@ def _log_steps(
     plan: EpochPlan,
     steps: range,
     sizes: Sequence[tuple[int, int | None]],
-    own_size: int,
+    own_size: int | tuple[int, int],
 ) -> None:
     options, ranks = training.options, training.context.world_size
     log.info(
