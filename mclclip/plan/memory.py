@@ -170,11 +170,11 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
     made: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
-        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        load = partial(_load, config.model if name is None else _options_of(name))
+        shapes = load()
         values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
-        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
-        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
-        made[name, True] = Teacher(*values, cache(faking))
+        made[name, False] = Teacher(*values, cache(load))
+        made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: made[name, fake]
 
 
@@ -343,8 +343,8 @@ def count_operations(
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
-    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
-    features stand for captions.
+    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
+    stored text features stand for captions.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
     batch = _batch(model, options, _ROWS, cached_text)
@@ -357,11 +357,7 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-        StepMeter() as meter,
-    ):
+    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
         features = trainee(trainee.on_device(batch, device), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(sums)
@@ -380,6 +376,20 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
     """Counts the operations of embedding an ``image`` and a ``text`` with a model."""
     with faked(_load(options)) as model:
         return _operations(model)
+
+
+@cache
+def measure_teacher(name: str) -> dict[str, Any]:
+    """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
+    of its features, and the bytes of its weights (``size``)."""
+    model = _load(_options_of(name))
+    facts = {"width": model.embed_dim, "size": size_bytes(model.parameters())}
+    with faked(model) as fake:
+        return _operations(fake) | facts
+
+
+def _options_of(teacher: str) -> ModelConfig:
+    return ModelConfig(str(split_name(teacher)[0]))
 
 
 def _load(options: ModelConfig) -> Model:

@@ -46,11 +46,7 @@ def test_operations_are_those_of_the_plan(overrides: list[str]) -> None:
     objective = options.objective.build(ObjectiveInputs(model, SINGLE, 0, options.precision))
     module = ModelWithObjective(model, objective, options.precision)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    torch.manual_seed(7)
-    drawn = torch.randn(3)
-    torch.manual_seed(7)
     counted = count_operations(module, options, CPU, stored)
-    assert torch.equal(torch.randn(3), drawn)
     assert all(torch.equal(tensor, before[n]) for n, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert model.training
