@@ -199,7 +199,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
             return BadSample(raw.sample_id, "unsuitable", detail)
         text = text_features = None
         if self.text_rows is not None:
-            name, caption = self.index.keys([raw.sample_id])[0], captions[caption_number]
+            name = self.index.keys([raw.sample_id])[0] if self.text_rows.by_key else ""
+            caption = captions[caption_number]
             if (place := self.text_rows.find_caption(name, caption_number, caption)) is None:
                 return BadSample(raw.sample_id, NO_ROW)
             text = self.text_rows.read([place])[0]

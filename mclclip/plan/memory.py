@@ -81,19 +81,13 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         objective = options.objective.build(_on_fakes(inputs, model))
         trainee = ModelWithObjective(model, objective, options.precision)
-        features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        operations["sizes"] = {None: operations["sample"]}
-        batches, needed = [batch], [activations]
-        for size in dict.fromkeys(part.size for part in options.image_size):
-            shape = *batch.views[0].shape[:2], size, size
-            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
-            batches.append(replace(batch, views=views))
-            step = _measure_step(trainee, batches[-1], local, micro)
-            _, of_size, operations["sizes"][size] = step
-            needed.append(of_size)
+        batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
+        steps = {n: _measure_step(trainee, each, local, micro) for n, each in batches.items()}
+        features, _, operations["sample"] = steps[None]
+        operations["sizes"] = {size: each[2] for size, each in steps.items()}
         if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
-            del batches[0], needed[0]
+            del batches[None], steps[None]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -103,9 +97,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": max(needed),
+        "activations": max(activations for _, activations, _ in steps.values()),
         "loss": share.added,
-        "batch": max(size_bytes(each.tensors()) for each in batches),
+        "batch": max(size_bytes(each.tensors()) for each in batches.values()),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -251,6 +245,14 @@ def _batch(
     )
 
 
+def _at_size(batch: Batch, size: int | None) -> Batch:
+    """Returns a batch with pictures of another height and width; None: the same."""
+    if size is None:
+        return batch
+    views = [view.new_zeros(*view.shape[:2], size, size) for view in batch.views]
+    return replace(batch, views=views)
+
+
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     """Gives every trained parameter a gradient without values, and returns the gradients."""
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -338,7 +340,11 @@ def _measure_loss(
 
 
 def count_operations(
-    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+    trainee: ModelWithObjective,
+    options: TrainConfig,
+    device: torch.device,
+    cached_text: bool,
+    image_size: int | None = None,
 ) -> int:
     """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
 
@@ -346,11 +352,11 @@ def count_operations(
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
-    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
-    features stand for captions.
+    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
+    stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
-    batch = _batch(model, options, _ROWS, cached_text)
+    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)
     if first := model.first_block:  # stored rows stand for images
         images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
         with torch.no_grad():
@@ -360,11 +366,7 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-        StepMeter() as meter,
-    ):
+    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
         features = trainee(trainee.on_device(batch, device), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(sums)

@@ -107,7 +107,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.lr": ("train.lr=0.5", {TRAIN}),
     "train.schedule": ("train.schedule=constant", {TRAIN}),
     "train.warmup": ("train.warmup=0.5", {TRAIN}),
-    "train.parameters": ('train.parameters=[{match: "*", lr_scale: 0.5}]', {TRAIN}),
+    "train.parameters": ('train.parameters=[{{"match":"*","lr_scale":0.5}}]', {TRAIN}),
     "train.weight_decay": ("train.weight_decay=0.5", {TRAIN}),
     "train.start_decay": ("train.start_decay=0.5", {TRAIN}),
     "train.betas": ("train.betas=[0.9,0.9]", {TRAIN}),
@@ -206,5 +206,6 @@ FLAGS: dict[str, dict[str, tuple[Any, bool]]] = {
         "texts": ("{table}", True),
         "precision": ("fp32", False),
         "num_images": (8, False),
+        "width": (4, True),
     },
 }

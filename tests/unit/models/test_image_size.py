@@ -148,7 +148,7 @@ def test_a_model_takes_pictures_of_another_size(kind: str, tmp_path: Path) -> No
     assert torch.equal(model.encode_image(pictures(32)), own)
 
 
-@pytest.mark.parametrize("kind", ["vit", "rn", "token"])
+@pytest.mark.parametrize("kind", ["vit", "rn", "attention"])
 def test_the_gradient_of_resized_positions_is_that_of_interpolation(kind: str) -> None:
     model = make(kind).double()
     prepared(model, "float64")

@@ -122,6 +122,16 @@ def test_onnx_takes_rows_and_other_libraries_refuse(export: Path, tmp_path: Path
             convert.run(to, export, tmp_path / to)
 
 
+def test_llava_gets_the_image_tower(file: str, tmp_path: Path) -> None:
+    convert_from = tmp_path / "vit"
+    load_towers(tiny.MODEL, seed=3, text_rows=[file]).save(convert_from)
+    convert.run("llava", convert_from, tmp_path / "llava")
+    load_towers(tiny.MODEL, seed=3).save(tmp_path / "clip")
+    convert.run("llava", tmp_path / "clip", tmp_path / "other")
+    name = "model.safetensors"
+    assert (tmp_path / "llava" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
 @pytest.mark.parametrize("text_cfg", [{"rows": 0}, {"rows": "5"}, {"rows": 5, "layers": 2}])
 def test_a_wrong_configuration_is_one_line(text_cfg: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="text_cfg.*rows"):
