@@ -33,16 +33,16 @@ from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.encoder import Encoder, load_model
-from mclclip.models.loading import (
-    load_towers,
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
+from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import (
     prepare_model,
     refuse_folded_norms,
     start_from_rows,
     train_transform,
 )
-from mclclip.models.model import Model
-from mclclip.models.optimizer import build_optimizer, learning_rate
-from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
