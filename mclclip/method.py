@@ -4,10 +4,11 @@ each stage embed -> cluster -> train -> export -> evaluate; then join.
 MCL: "Learning the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (Zhang et
 al., 2024, arXiv:2402.11816).
 
-Stage 0 is the given encoder, which is trained first if the options have ``base``. Every stage
-s >= 1 starts from stage 0's weights (unless ``train.start`` or ``trained_model`` says otherwise).
-Its batches are groups of samples that the encoders of stages 0..s-1 put into the same clusters. The
-controls repeat these trainings without groups, or with permuted ones, for as many steps.
+Stage 0 is the given encoder, which is trained first if the options have ``base``. Encoders that
+trainings learn from (teachers) are embedded before. Every stage s >= 1 starts from stage 0's
+weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
+samples that the encoders of stages 0..s-1 put into the same clusters. The controls repeat these
+trainings without groups, or with permuted ones, for as many steps.
 
 Finished artifacts are skipped, so the same command resumes a run that was killed anywhere.
 """
@@ -24,11 +25,12 @@ from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.run import trackers
 from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.util.remake import Remake
-from mclclip.verbs import cluster, embed, export, index, relocate, texts, train
+from mclclip.verbs import cluster, embed, export, index, relocate, report, texts, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -48,7 +50,13 @@ def run(
         inputs.check_samples(config, index.run(config, context, force=force))
         if config.text_rows:
             texts.run(config, context, force=force)
+        teachers = {}
+        for teacher, reads_texts in config.teachers.items():
+            folder = embed.run(config, context, encoder=teacher, force=force).parent
+            if reads_texts:  # so it can be evaluated on every benchmark
+                teachers[f"teacher_{folder.name}"] = folder / "export"
         _stage(config, context, 0, "mcl", force)
+        _evaluate(config, context, "mcl", teachers)
         for variant in ["mcl", *config.controls] if only is None else [only]:
             if variant != "mcl":
                 log.info("--- control: %s", variant)
@@ -63,6 +71,8 @@ def run(
             if config.has_stages:  # concatenation and soup of the stages
                 joined = export.join(config, context, variant=variant, force=force)
                 _evaluate(config, context, variant, joined)
+    if config.track:
+        collectives.on_main(lambda: report.track(config))
     log.info("'mclclip report %s' makes one page of all that this run left", config.run_dir)
     return Path(config.run_dir)
 
@@ -88,6 +98,8 @@ def prepare(
             raise ValueError(f"{name}: {error}") from None
     if config.text_rows:
         texts.run(config, context, force=force)
+    for teacher in sorted({name for reader in readers.values() for name in reader.teachers}):
+        embed.run(config, context, encoder=teacher, readers=[*readers.values()], force=force)
     _stage(config, context, 0, "mcl", force)
     embed.run(config, context, stage=0, readers=[*readers.values()], force=force)
     cluster.run(config, context, stage=0, force=force)
@@ -99,6 +111,7 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     rules.check(config, num_ranks=context.world_size, run=True)
     inputs.check(config)
+    trackers.check_installed(config.track)
     if config.relocate.enabled and config.has_stages:
         relocate.check(config)
     if reads_benchmarks:
@@ -143,7 +156,8 @@ def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str
         if encoders is None or name in ("stage_0", *encoders)
     }
     if compared:
-        evaluation.evaluate(config, context, compared, path=layout.results)
+        widths = sorted(config.train.objective.reads.widths)
+        evaluation.evaluate(config, context, compared, path=layout.results, widths=widths)
 
 
 # --- within a training --------------------------------------------------------------------------

@@ -20,11 +20,12 @@ from torch.nn import functional
 
 from mclclip.objectives.base import Objective
 from mclclip.objectives.class_centers import Margin
-from mclclip.objectives.contrast import DIGESTS
 from mclclip.objectives.gated_pairs import draw_partners, gate_penalty
+from mclclip.objectives.near_copies import DIGESTS as DIGESTS_OF
 from mclclip.util.randomness import mix
 
 SEED, NUM_CLASSES = 3, 5
+DIGESTS = (*DIGESTS_OF.values(),)
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
@@ -57,6 +58,7 @@ class Batch:
     sample_id: Tensor
     classes: Tensor
     digests: tuple[Tensor, ...] = ()  # equal in one of them: equal captions or pictures
+    near: Callable[[int, int], float | None] | None = None  # in their place
 
     def unit(self) -> tuple[Tensor, Tensor]:
         return functional.normalize(self.first, dim=-1), functional.normalize(self.second, dim=-1)
@@ -88,10 +90,13 @@ class Batch:
         leaves = (x.requires_grad_() for x in (*sides, self.scale.detach().clone()))
         return Batch(*leaves, *marks, tuple(each[chosen] for each in self.digests))
 
-    def equals(self, p: int, q: int) -> bool:
-        """Whether two rows are one sample, or have an equal caption or picture."""
+    def weight(self, p: int, q: int) -> float | None:
+        """That of q as a near copy of p: 1 if they are one sample, or have an equal caption or
+        picture; None if it is none."""
+        if self.near is not None:
+            return self.near(p, q)
         marks = (self.sample_id, *self.digests)
-        return any(bool(mark[p] == mark[q]) for mark in marks)
+        return 1.0 if any(bool(mark[p] == mark[q]) for mark in marks) else None
 
 
 def draw(
@@ -119,12 +124,12 @@ def draw(
 @dataclass
 class Row:
     """What a row meets: cosines of its own pair (None: it has none), of its negatives, of those of
-    them that have its class, and of others that it equals."""
+    them that have its class, and of its near copies, each with its weight."""
 
     positive: Tensor | None
     negatives: list[Tensor]
     same_class: list[Tensor]
-    equal: list[Tensor]
+    near: list[tuple[Tensor, float]]
 
 
 def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
@@ -141,11 +146,11 @@ def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
     def row(queries: Tensor, keys: list[Tensor], own: int | None, p: int) -> Row:
         group = [q for q in range(count) if q != p and batch.group_ids[p] == batch.group_ids[q]]
         every = [(queries[p] @ side[q], q) for side in keys for q in group]
-        met = [(cosine, q) for cosine, q in every if not batch.equals(p, q)]
+        met = [(cosine, q) for cosine, q in every if batch.weight(p, q) is None]
         same = [cosine for cosine, q in met if batch.classes[p] == batch.classes[q]]
-        equal = [cosine for cosine, q in every if batch.equals(p, q)]
+        near = [(cosine, w) for cosine, q in every if (w := batch.weight(p, q)) is not None]
         positive = None if own is None else queries[p] @ keys[own][p]
-        return Row(positive, [cosine for cosine, _ in met], same, equal)
+        return Row(positive, [cosine for cosine, _ in met], same, near)
 
     return [[row(*direction, p) for p in range(count)] for direction in directions]
 
@@ -172,12 +177,13 @@ def info_nce(row: Row, scale: Tensor) -> Tensor:
     return -(own / (own + _sum((scale * c).exp() for c in row.negatives))).log()
 
 
-def info_nce_of_equals(row: Row, scale: Tensor) -> Tensor:
-    """The mean over the own pair and those that equal it, of -log of the share among all."""
+def info_nce_of_near(row: Row, scale: Tensor) -> Tensor:
+    """The weighted mean over the own pair and the near copies of -log of the share among all."""
     assert row.positive is not None
-    positives = [row.positive, *row.equal]
-    everybody = _sum((scale * c).exp() for c in [*positives, *row.negatives])
-    return -torch.stack([((scale * c).exp() / everybody).log() for c in positives]).mean()
+    positives = [(row.positive, 1.0), *row.near]
+    everybody = _sum((scale * c).exp() for c in [*(c for c, _ in positives), *row.negatives])
+    shares = _sum(w * ((scale * c).exp() / everybody).log() for c, w in positives)
+    return -shares / sum(w for _, w in positives)
 
 
 def modified_row(row: Row, scale: Tensor, epsilon: float) -> Tensor:
@@ -386,10 +392,28 @@ class Step:
     found: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
     """Leaves of the loop's own, each with the gradient that the objective has for it."""
 
-    @property
-    def digests(self) -> tuple[Tensor, ...]:
-        """Those of captions and pictures, where they are read."""
-        return tuple(self.extras[name] for name in DIGESTS if name in self.extras)
+    def weight(self, p: int, q: int) -> float | None:
+        """That of q as a near copy of p, by the objective's options; None if it is none."""
+        how = self.objective.near
+        if self.sample_id[p] == self.sample_id[q]:
+            return 1.0
+        if how is None:
+            return None
+        if how.by_bytes:
+            equal = [self.extras[name][p] == self.extras[name][q] for name in how.digests]
+            return 1.0 if any(equal) else None
+        images, texts = (self.extras.get(f"base_{name}_features") for name in ("image", "text"))
+        cosines = []
+        if "captions" in how.of:
+            cosines.append(float(texts[p] @ texts[q]))
+        if "pictures" in how.of:
+            cosines.append(float(images[p] @ images[q]))
+        if "pairs" in how.of:
+            cosines += [float(images[p] @ texts[q]), float(texts[p] @ images[q])]
+        bound = how.threshold
+        if how.margin is not None:
+            bound = float(images[p] @ texts[p]) - how.margin
+        return min(max(*cosines, 0.0), 1.0) if max(cosines) > bound else None
 
     def meets(self, p: int, q: int) -> bool:
         """Eq. 3 of MCL: the samples have one group, and are two."""
@@ -417,8 +441,8 @@ def contrastive(
         other = "text_features" if between == "captions" else "image_features_1"
         first = step.features["image_features"]
         second = step.features.get(other, first)  # supcon of one view looks at no other
-        marks = step.group_ids, step.sample_id, step.classes[:, 0], step.digests
-        batch = Batch(first, second, torch.ones(()), *marks)
+        marks = step.group_ids, step.sample_id, step.classes[:, 0]
+        batch = Batch(first, second, torch.ones(()), *marks, near=step.weight)
         scale = step.scale(temperature)
         rows = rows_of(batch, between, num_views)
         return mean_loss(rows, lambda row: of_row(row, scale))
@@ -461,6 +485,23 @@ def edited(scope: str, num: int) -> Loop:
     return loop
 
 
+def at_widths(widths: Sequence[int], make: Callable[[], Loop]) -> Callable[[], Loop]:
+    """The mean over widths of a loss of the first so many numbers of the features, of unit
+    length."""
+
+    def loop(step: Step) -> Tensor:
+        losses = []
+        for width in widths:
+            features = {
+                name: functional.normalize(each[:, :width], dim=1) if "_features" in name else each
+                for name, each in step.features.items()
+            }
+            losses.append(make()(replace(step, features=features)))
+        return torch.stack(losses).mean()
+
+    return lambda: loop
+
+
 def hard(beta: float, tau_plus: float) -> Callable[..., Tensor]:
     return lambda row, scale: hard_negatives(row, scale, beta, tau_plus)
 
@@ -472,15 +513,14 @@ def sigmoid(step: Step) -> Tensor:
     scale = step.features["logit_scale"] if own.log_scale is None else own.log_scale[0].exp()
     bias = step.features["logit_bias"] if own.bias is None else own.bias[0]
     total = torch.zeros((), dtype=torch.float64)
-    positives = own.equal_captions == "positives"
+    positives = own.near is not None and own.near.role == "positives"
     for i in range(len(image)):
         for j in range(len(image)):
-            marks = (step.sample_id, *step.digests)
-            equal = any(bool(mark[i] == mark[j]) for mark in marks)
-            if i == j or (step.group_ids[i] == step.group_ids[j] and (positives or not equal)):
-                logit = scale * image[i] @ other[j] + bias
-                belong = i == j or equal
-                total = total + torch.log1p(torch.exp(-logit if belong else logit))
+            weight = 1.0 if i == j else step.weight(i, j)
+            if i == j or (step.group_ids[i] == step.group_ids[j] and (positives or weight is None)):
+                logit, target = scale * image[i] @ other[j] + bias, weight or 0.0
+                total = total + target * torch.log1p(torch.exp(-logit))
+                total = total + (1.0 - target) * torch.log1p(torch.exp(logit))
     return total / len(image)
 
 
@@ -625,11 +665,13 @@ def toy_alignment(step: Step) -> Tensor:
     return torch.stack([1.0 - image @ text for image, text in pairs]).mean()
 
 
-def preserved(
-    what: str, other: str = "text_features", *, prefix: str = "base", temperature: Any = None,
-    views: int = 1, end: float = 1.0,
+def distilled(
+    what: str, other: str = "text_features", *, prefix: str = "base_", temperature: Any = None,
+    views: int = 1, end: float = 1.0, exact: str = "", squared: bool = False,
 ) -> Callable[[], Loop]:  # fmt: skip
-    """The distance from the base; the model of ``Towers`` had the logit scale exp(1.5)."""
+    """The distance from the teacher, whose features are named by ``prefix``; ``exact``: that of the
+    pictures that it sees in the step. The model of ``Towers`` and the teacher of the contract have
+    the logit scale exp(1.5)."""
     scale = math.exp(1.5) if temperature is None else 1.0 / temperature
 
     def divergence(wanted: list[Tensor], logits: list[Tensor]) -> Any:
@@ -646,11 +688,21 @@ def preserved(
             names = [image, *([other] if other != "image_features" else [])]
             own = [step.features[name] for name in names]
             base = [
-                step.features[f"{prefix}_{n.removesuffix('_1') if prefix == 'base' else n}"]
+                step.features[exact + n if exact and n != "text_features" or prefix == exact
+                              else prefix + n.removesuffix("_1")]
                 for n in names
-            ]
+            ]  # fmt: skip
+            if (projection := getattr(step.objective, "projection", None)) is not None:
+                own = [torch.stack([projection.weight @ row for row in rows]) for rows in own]
+                if not squared:
+                    own = [torch.stack([row / row.norm() for row in rows]) for rows in own]
             sides = ((0, 1), (1, 0)) if len(names) == 2 else ((0, 0),)
             for p in range(num):
+                if what == "features" and squared:
+                    total = total + sum(
+                        ((o[p] - b[p]) ** 2).sum() for o, b in zip(own, base, strict=True)
+                    )
+                    continue
                 if what == "features":
                     total = total + sum(1.0 - o[p] @ b[p] for o, b in zip(own, base, strict=True))
                     continue

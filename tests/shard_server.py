@@ -71,6 +71,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(with_data=True)
 
+    def do_POST(self) -> None:
+        self._answer(with_data=True)
+
     def _answer(self, *, with_data: bool) -> None:
         server = self.server
         time.sleep(server.latency_s)

@@ -37,7 +37,7 @@ _COMMON = {
 # Verbs that do not import torch.
 _QUICK = {"recipes", "completion", "compare"}
 # Flags of an export to another library's layout.
-_CONVERSION = ("to", "model", "out", "images", "texts", "precision")
+_CONVERSION = ("to", "model", "out", "images", "texts", "precision", "width")
 # Flags of soup that say on which benchmarks soups are measured.
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 

@@ -95,13 +95,15 @@ _SOURCES = ("source", "images")  # arguments that may be patterns
 def check_paths(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag whose path is a url, and FileNotFoundError if a path must exist
     and does not."""
-    from mclclip.util.options import refuse_url  # imports pydantic
+    from mclclip.util.options import protocol_of, refuse_url  # imports pydantic
 
     for action in args.parser._actions:
         if action.type not in _PATHS or not (value := getattr(args, action.dest)):
             continue
         flag = "/".join(action.option_strings) or str(action.metavar)
         for text in map(str, value if isinstance(value, list) else [value]):
+            if action.dest in _SOURCES and protocol_of(text) == "hf":
+                continue  # a data set of the hub, which is looked for later
             if action.type is not parse_named_path:
                 refuse_url(text, flag)
             path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])

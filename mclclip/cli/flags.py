@@ -198,7 +198,8 @@ def _add_finetune(verbs: Any) -> None:
 
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
-    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
+    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards, "
+    source += "or hf://datasets/ORG/NAME of the Hugging Face hub"
     add("source", metavar="SOURCE", type=parse_path, help=source)
     captions = "captions of the pictures in the folder"
     add("--captions", metavar="TABLE", type=parse_path, help=captions)
@@ -370,8 +371,12 @@ def _add_stages(verbs: Any) -> None:
     add = _add(verbs, "texts", _REMAKE).add_argument
     missing = "lists, as JSONL, the captions and texts of benchmarks that have no row yet"
     add("--missing", type=Path, metavar="FILE", help=missing)
-    add = _add(verbs, "embed", _REMAKE).add_argument
-    add("--stage", type=_COUNT, required=True, help=_STAGE)
+    verb = _add(verbs, "embed", _REMAKE)
+    add = verb.add_mutually_exclusive_group(required=True).add_argument
+    add("--stage", type=_COUNT, help=_STAGE)
+    teacher = "a teacher of the objective distill: NAME@TAG, or a folder with an encoder"
+    add("--encoder", metavar="ENCODER", help=teacher)
+    add = verb.add_argument
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
@@ -408,8 +413,9 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--images", type=parse_path, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
     add("--texts", type=parse_path, metavar="FILE", help=texts)
+    add("--width", type=_POSITIVE, help="keep the first so many numbers of features (default: all)")
     precision = f"of {several}: numbers in which weights are stored (default: fp32)"
-    add("--precision", choices=["fp32", "fp16"], help=precision)
+    add("--precision", choices=["fp32", "fp16", "int8"], help=precision)
 
 
 def _add_figures(verbs: Any) -> None:
@@ -422,6 +428,8 @@ def _add_figures(verbs: Any) -> None:
     add("--suite", help="a shipped suite (mcl) or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
     add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
+    widths = "the first so many numbers of features too (default: those that were trained)"
+    add("--widths", type=_POSITIVE, help=widths, **_SEVERAL)
     add("--details", action="store_true", help="show further directions and optimistic figures too")
     verb = _add(verbs, "analyse", "")
     figures = "some figures, such as tsne; default: all that the run has data for"

@@ -13,9 +13,11 @@ from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import width_of
 from mclclip.eval.protocols import evaluator
+from mclclip.models.encoder_names import check_encoder
 from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import RunPaths, is_finished
+from mclclip.util.options import prefix_errors
 
 log = logging.getLogger("mclclip")
 
@@ -23,9 +25,9 @@ log = logging.getLogger("mclclip")
 def check(config: Config) -> None:
     """Raises ValueError or FileNotFoundError for files that are wrong or missing.
 
-    These are the file of excluded samples, image weights, text rows, and tokenizers. Warns if
-    benchmarks will give figures of chance, since no training has trained the text tower that they
-    use.
+    These are the file of excluded samples, image weights, text rows, teachers, and tokenizers.
+    Warns if benchmarks will give figures of chance, since no training has trained the text tower
+    that they use.
     """
     excluded_keys(config.data.exclude)
     if config.text_rows:
@@ -33,13 +35,17 @@ def check(config: Config) -> None:
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:
-            towers = load_towers(model.name, image_weights=model.image_weights, text=model.text)
+            towers = load_towers(model.name, image_weights=model.image_weights, **model.of_towers)
             towers.lock(**options.model_arguments()["lock"])
             refuse_folded_norms(towers.train())
+    for teacher, text in config.teachers.items():
+        with prefix_errors(f"objective.teacher={teacher}"):
+            check_encoder(teacher, text=text)
     suite, trained = config.eval.suite, config.trained_model
     with_text = [name for name, each in suite.items() if evaluator(each.kind).reads_text]
     _check_tokenizers(config, reads_text=bool(with_text))
-    if with_text and trained is not None and trained.pretrained is None:
+    trains_text = config.train.objective.reads.captions
+    if with_text and trained is not None and trained.pretrained is None and not trains_text:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
@@ -79,7 +85,7 @@ def check_samples(config: Config, index: SampleIndex) -> None:
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_numbers(name, batch, policy, most, len(index), len(lacking), draws)
-        if reads.digests and config.image_rows.enabled and name == "train":
+        if extras.PICTURE_DIGEST in reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(index)
         if reads.edits and not has_base:  # later, the training itself surveys the captions
             survey = partial(extras.report_edits, reads.edits, index, config.data, name)

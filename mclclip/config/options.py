@@ -14,6 +14,7 @@ from mclclip.data.decode import Pixels
 from mclclip.data.options import DataConfig, EmbedConfig, ImageRowsConfig, RelocateConfig
 from mclclip.eval.protocols import EvalConfig
 from mclclip.models.options import ExportConfig, ModelConfig, more_than_crops
+from mclclip.run.trackers import TrackerName
 from mclclip.train.options import TrainConfig
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import STRICT, Seed, each_once
@@ -49,9 +50,8 @@ class Config:
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     trained_model: ModelConfig | None = None
-    """Another encoder from which stages s >= 1 start, for example one with random weights. Null:
-    they start as ``train.start`` says. Only some objectives allow it, such as those with class
-    centers."""
+    """Another encoder from which stages s >= 1 start, for example one with random weights, or a
+    student of stage 0's encoder. Null: they start as ``train.start`` says."""
     base: TrainConfig | None = None
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
@@ -69,8 +69,10 @@ class Config:
     runs cannot tell a difference from noise: repeat both with other seeds."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
-    track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Where metrics are logged besides metrics.jsonl."""
+    track: Annotated[list[TrackerName], AfterValidator(each_once)] = field(default_factory=list)
+    """Trackers that get the metrics besides metrics.jsonl, and at the end of a run its verdict and
+    its report: tensorboard, wandb, mlflow, trackio, or the name of an entry point of the group
+    mclclip.trackers. The environment variables of each apply."""
 
     @property
     def has_stages(self) -> bool:
@@ -124,6 +126,17 @@ class Config:
         models = (self.model, self.trained_model)
         files = (file for model in models if model is not None for file in model.text_rows)
         return [*dict.fromkeys(files)]
+
+    @property
+    def teachers(self) -> dict[str, bool]:
+        """The encoders that trainings learn from, but for that of stage 0, each with whether its
+        features of captions are read."""
+        every = [each.objective.reads for each in self.trainings.values()]
+        names = sorted({name for reads in every for name in reads.teachers})
+        return {
+            name: any((name, "text_features") in reads.encoders for reads in every)
+            for name in names
+        }
 
     @property
     def needs_text_embeddings(self) -> bool:

@@ -6,115 +6,18 @@ an objective reads (``objective.reads``), not at its kind.
 
 from __future__ import annotations
 
-import operator
-import re
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
 
+from mclclip.config.conditions import TRAINING, Needs, Rule, Subject, excludes
 from mclclip.config.options import Config
 from mclclip.engines import gradient_cache
 from mclclip.eval.protocols import evaluator
 from mclclip.models.options import ModelConfig, architecture_of, more_than_crops, num_blocks
-from mclclip.train.options import TrainConfig
 from mclclip.util.options import protocol_of
-
-Needs = Literal["options", "ranks", "run"]
-"""What a rule reads: the options alone; also the number of ranks; or, before a whole run, also
-the architectures of its models and the folders that it reads, which takes seconds."""
-_TRAINING = "TRAINING"  # in the name of an option, stands for `base` and for `train`
-_COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
-_CONDITION = re.compile(r"([\w.]+)(?:(!=|=|<|>)(.*))?")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The input of a rule: a configuration, one of its trainings, the number of ranks."""
-
-    config: Config
-    training: str = "train"
-    num_ranks: int = 1
-
-    @property
-    def options(self) -> TrainConfig:
-        """The options of the training."""
-        options = self.config.base if self.training == "base" else self.config.train
-        assert options is not None, "base is null"
-        return options
-
-    @property
-    def model(self) -> ModelConfig:
-        """The options of the model that the training starts from."""
-        return self.config.model_of(self.training)
-
-    @property
-    def objective(self) -> str:
-        """The training's objective as messages name it: "train.objective.kind=info_nce"."""
-        return self.options.reader(self.training)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A row of the table.
-
-    option  the option that the rule is about; one with TRAINING in it is checked for every training
-    line    returns one line that says what is wrong and what to do, or something false if the
-            options keep the rule
-    needs   what the rule reads
-    """
-
-    option: str
-    line: Callable[[Subject], object]
-    needs: Needs = "options"
-
-
-def excludes(*conditions: str, because: str, needs: Needs = "options") -> Rule:
-    """Returns a rule that refuses options which meet all ``conditions``; ``because`` says why.
-
-    A condition is ``OPTION`` (it is set and not empty), ``OPTION=VALUE`` (for a list or set: VALUE
-    is in it), ``OPTION!=VALUE``, ``OPTION<NUMBER`` or ``OPTION>NUMBER``. An option that is null
-    meets no condition.
-    """
-
-    def line(at: Subject) -> str:
-        parts = [_meets(at, condition) for condition in conditions]
-        return f"{' and '.join(parts)}: {because}" if all(parts) else ""
-
-    return Rule(_CONDITION.match(conditions[0])[1], line, needs)  # type: ignore[index]
-
-
-def _meets(at: Subject, condition: str) -> str:
-    """Returns an option and its value, for example "train.precision=fp16", if it meets a condition.
-
-    If it does not, returns "".
-    """
-    name, sign, text = re.fullmatch(_CONDITION, condition).groups()  # type: ignore[union-attr]
-    name = name.replace(_TRAINING, at.training)
-    value: Any = at if name == "num_ranks" else at.config
-    for part in name.split("."):
-        value = None if value is None else getattr(value, part)
-    if value is None:
-        return ""
-    plain = str(value).lower() if isinstance(value, bool) else value
-    if not sign:
-        meets = bool(value)
-    elif sign in "<>":
-        number = value if not isinstance(value, list) else min(value) if sign == "<" else max(value)
-        meets = _COMPARE[sign](number, float(text))
-    elif isinstance(value, frozenset | list):
-        meets = (text in value) == (sign == "=")
-    else:
-        meets = _COMPARE[sign](str(plain), text)
-    if not meets:
-        return ""
-    if ".objective." in name:  # a property, which follows from the kind
-        name = f"{name.partition('.')[0]}.objective.kind"
-        plain = attrgetter(name)(at.config)
-    return f"{name}={plain}" if isinstance(plain, str | int | float | list) else name
-
 
 # --- lines of rows that take more than an expression ---------------------------------------------
 
@@ -148,7 +51,9 @@ def _layers(at: Subject) -> object:
 
     arguments = at.options.model_arguments() | {"precision": "fp32"}
     try:
-        model = load_shapes(at.model.name, text=False)
+        # Patterns name parameters of all parts.
+        text = at.model.text and bool(at.options.parameters)
+        model = load_shapes(at.model.name, text=text, projector=at.model.projector)
         prepare_model(model, **arguments, seed=at.config.seed)
         if at.options.engine.micro_batch is not None:
             gradient_cache.check(model)
@@ -190,6 +95,41 @@ def _long_context(at: Subject, option: str) -> object:
     from mclclip.models.towers import longer_config  # seconds, for torch
 
     return _refusal(lambda: longer_config(architecture), f"{option}.")
+
+
+def _image_size(at: Subject, option: str) -> object:
+    """Refuses an image size that the image tower does not take, if its configuration is known.
+
+    ``option`` is "model" or "trained_model".
+    """
+    model: ModelConfig | None = getattr(at.config, option)
+    if model is None or model.image_size is None or not architecture_of(model)[0]:
+        return None
+    from mclclip.models.memory import load_shapes  # seconds, for torch
+
+    shaped = replace(model, text=False, long_context=False)
+    return _refusal(lambda: load_shapes(model.name, **shaped.of_towers), f"{option}.")
+
+
+def _image_sizes(at: Subject) -> object:
+    """Refuses image sizes that a training would never come to."""
+    options, sizes = at.options, at.options.image_size
+    epochs = [math.inf if part.epochs is None else part.epochs for part in sizes]
+    if math.isinf(sum(epochs[:-1])):
+        return (
+            f"{at.training}.image_size has sizes after one without epochs, which lasts to the end: "
+            "give epochs to all but the last"
+        )
+    lasting = sum(epoch for epoch in epochs if not math.isinf(epoch))
+    never = lasting >= options.epochs if epochs[-1:] == [math.inf] else lasting > options.epochs
+    return (
+        options.steps is None
+        and never
+        and (
+            f"{at.training}.image_size lists {lasting:g} epochs, and {at.training}.epochs="
+            f"{options.epochs:g}: give fewer, or leave the last one's epochs out"
+        )
+    )
 
 
 def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
@@ -248,8 +188,8 @@ def _architectures(at: Subject) -> object:
     if trained is None or not (export.concat or export.soup):
         return None
     equal = model_config(base.name) == model_config(trained.name)
-    same = base.long_context == trained.long_context and base.text_rows == trained.text_rows
-    return not (equal and same) and (
+    shapes = [(model.long_context, model.image_size, model.text_rows) for model in (base, trained)]
+    return not (equal and shapes[0] == shapes[1]) and (
         "trained_model has another architecture than model, and only stages of one architecture "
         "can be joined: set export.concat=[] and export.soup=false"
     )
@@ -313,7 +253,7 @@ _ROWS = "image_rows.enabled=true"
 _WHOLE_TOWER = (
     "train.lock.image_blocks=0", "train.lock.image_norm=false", "train.lock.image_projection=false",
 )  # fmt: skip
-_READS_STAGE_0 = "train.objective.reads.base"
+_NEAR_START = "train.objective.reads.near_start=true"
 _HOLDS = "the objective holds the model near stage 0, and"
 
 RULES: tuple[Rule, ...] = (
@@ -324,15 +264,17 @@ RULES: tuple[Rule, ...] = (
     excludes("train.start=random", "export.soup=true", "num_stages>0",
              because="every stage has weights of its own, and a soup averages models of one base "
              "only: set export.soup=false"),
-    excludes("trained_model", "train.objective.reads.num_classes_per_sample=0",
-             because="with this objective every stage starts from the base model, and with others, "
-             "such as mlcd or simlap, from an encoder of its own: leave trained_model out"),
+    excludes("trained_model", "train.lock.text=false", "train.cached_text=true",
+             "train.objective.reads.captions=true",
+             because="text embeddings are stored of another text tower than it has: set "
+             "train.cached_text=false, or train.lock.text=true"),
     Rule("trained_model", _architectures, "run"),
     # --- what objectives read
     excludes("base.objective.reads.clusters>0",
              because="it needs the clusters of a stage before: set it in train.objective"),
-    excludes("base.objective.reads.base",
-             because="it reads what stage 0 has, which it makes: set it in train.objective"),
+    excludes("base.objective.reads.needs_stage_0=true",
+             because="it reads what stage 0 has, which it makes: set it in train.objective, or "
+             "name a teacher"),
     Rule("TRAINING.objective.labels_per_sample", lambda at: (
         (number := at.options.objective.reads.clusters) > at.config.cluster.labels_per_sample
         and f"{at.training}.objective.labels_per_sample={number} is more than "
@@ -367,21 +309,34 @@ RULES: tuple[Rule, ...] = (
              because="it draws other texts in every epoch, and text embeddings are stored once: "
              "set train.cached_text=false, which runs the text tower, or leave train.sentences "
              "out"),
-    # --- objectives that hold the model near stage 0
-    excludes(_READS_STAGE_0, "train.start!=base",
+    excludes("TRAINING.objective.reads.widths", "model.projector",
+             because="exports leave the projector behind, whose widths these are: leave one out"),
+    # --- objectives that read other encoders
+    excludes(_NEAR_START, "train.start!=base",
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
-    excludes(_READS_STAGE_0, "model.projector",
+    excludes(_NEAR_START, "trained_model",
+             because=f"{_HOLDS} stages then start from another encoder: take kind=distill"),
+    excludes(_NEAR_START, "model.projector",
              because=f"{_HOLDS} it stands between the encoder and the objective: leave it out"),
-    excludes(f"{_READS_STAGE_0}=image_features", "embed.feature=pooled",
-             because=f"{_HOLDS} these features are not those of training: set embed.feature="
-             "projected, or exact: true in the objective"),
-    excludes(f"{_READS_STAGE_0}=text_features", "train.sentences",
-             because=f"{_HOLDS} whole captions are stored, of which it trains on parts: leave it "
-             "out, or set exact: true in the objective"),
+    excludes("train.objective.reads.of_stage_0=image_features", "embed.feature=pooled",
+             because="the objective reads stored features of stage 0, and these are not those of "
+             "training: set embed.feature=projected, or exact: true in the objective"),
+    excludes("TRAINING.objective.reads.of_encoders=text_features", "TRAINING.sentences",
+             because="whole captions are stored, of which it trains on parts: leave it out"),
+    excludes("train.objective.reads.of_encoders=model", _ROWS,
+             because="the teacher sees crops, in whose place are rows: leave exact out of the "
+             "objective"),
     # --- the image tower
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),
     Rule("TRAINING.lock", _layers, "run"),
+    Rule("TRAINING.image_size", _image_sizes),
+    Rule("image_rows.enabled", lambda at: (
+        at.config.image_rows.enabled and at.config.train.image_size
+        and f"{_ROWS} and train.image_size: stored rows are of pictures of the model's own size: "
+        "leave one out")),
+    *(Rule(f"{option}.image_size", partial(_image_size, option=option), "run")
+      for option in ("model", "trained_model")),
     Rule("data.pixels", lambda at: (
         at.config.data.pixels == "fast" and at.training in at.config.trainings
         and (more := more_than_crops(at.model))
@@ -489,7 +444,7 @@ def check(
         lines = [
             str(line)
             for rule in RULES
-            for name in (config.trainings if _TRAINING in rule.option else ["train"])
+            for name in (config.trainings if TRAINING in rule.option else ["train"])
             if rule.needs == needs and training in (None, name)
             if (line := rule.line(Subject(config, name, num_ranks or 1)))
         ]

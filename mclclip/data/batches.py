@@ -39,6 +39,7 @@ from mclclip.data.bytes import BadSample, RawSample
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.samples import Sample, TarDataset, draw_sentences
 from mclclip.util.randomness import mix
 
@@ -189,6 +190,8 @@ class TrainingBatches(Dataset[Batch]):
     class_labels  gives the classes of samples; None: batches have no classes
     bad_ids       samples known to be unusable: never tried as a replacement
     sentences     how sentences of a caption are drawn; None: the whole caption is read
+    transforms    the first step of each transform, where the image size changes: [(0, ...), ...];
+                  empty: the data set's throughout
 
     All random draws of a sample are keyed by (seed, stage, epoch, sample_id): its augmentation
     (views after the first also by the number of the view), the choice of its caption, which all
@@ -209,7 +212,9 @@ class TrainingBatches(Dataset[Batch]):
         class_labels: ClassLabels | AttributeClasses | None = None,
         bad_ids: Iterable[int] | Integers = (),
         sentences: SentencesConfig | None = None,
+        transforms: Sequence[tuple[int, PictureTransform]] = (),
     ) -> None:
+        self._transforms = transforms or [(0, dataset.transform)]
         self.dataset, self._plan, self._sentences = dataset, plan, sentences
         self.grouped, self.global_batch = plan.grouped, plan.global_batch
         self.num_views, self.rank, self._class_labels = num_views, rank, class_labels
@@ -225,6 +230,10 @@ class TrainingBatches(Dataset[Batch]):
         if epoch != self._plan.epoch:
             self._plan = self._plan.of_epoch(epoch)
         return self._plan
+
+    def transform(self, step: int) -> PictureTransform:
+        """Returns the transform that makes the views of a step."""
+        return next(each for start, each in reversed(self._transforms) if start <= step)
 
     def __getitem__(self, step: int) -> Batch:
         """Makes this rank's batch of a step of the stage.
@@ -242,17 +251,17 @@ class TrainingBatches(Dataset[Batch]):
         raws = self.dataset.read_many(planned.ids[mine])
         self._start_reading_next(step, mine)
         occurrence = None if planned.occurrence is None else planned.occurrence[mine]
-        for row, sample in enumerate(self._decoded(raws, planned.ids[mine], epoch, occurrence)):
+        for row, sample in enumerate(self._decoded(raws, planned.ids[mine], step, occurrence)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
                 place = int(planned.positions[first + row])
                 positions = self._candidates(sample.sample_id, place, first + row, epoch)
                 of_row = None if occurrence is None else occurrence[row : row + 1]
-                sample, position = self._replacement(sample, positions, in_batch, epoch, of_row)
+                sample, position = self._replacement(sample, positions, in_batch, step, of_row)
                 group_ids[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
-        classes, finish = self._class_labels, self.dataset.transform.finish
+        classes, finish = self._class_labels, self.transform(step).finish
         return Batch(
             views=[finish(view) for view in zip(*(s.views for s in samples), strict=True)],
             group_ids=torch.from_numpy(group_ids[:, None]),
@@ -316,10 +325,11 @@ class TrainingBatches(Dataset[Batch]):
         self,
         raws: Sequence[RawSample | BadSample],
         sample_ids: Ids,
-        epoch: int,
+        step: int,
         occurrence: Integers | None,
     ) -> list[Sample | BadSample]:
         """Decodes and augments samples. A sample does not depend on the others in the call."""
+        epoch, draw = step // self.steps_per_epoch, self.transform(step).draw
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         draws = [0] * len(raws)
         if self.dataset.extras:
@@ -328,23 +338,25 @@ class TrainingBatches(Dataset[Batch]):
         for view in range(self.num_views):  # without occurrences the first view has no number
             words = ([view] if view else []) if occurrence is None else [view, occurrence]
             keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *words).tolist())
-        views = [[partial(self._view, k) for k in of_one] for of_one in zip(*keys, strict=True)]
+        views = [
+            [partial(self._view, k, draw) for k in of_one] for of_one in zip(*keys, strict=True)
+        ]
         with preserve_rng():
             return [
                 self.dataset.decode(*of_sample)
                 for of_sample in zip(raws, numbers, views, parts, draws, strict=True)
             ]
 
-    def _view(self, key: int, image: Any) -> Any:
+    def _view(self, key: int, draw: Callable[[Any], Any], image: Any) -> Any:
         seed_generators(key, self._only_torch)
-        return self.dataset.transform.draw(image)
+        return draw(image)
 
     def _replacement(
         self,
         bad: BadSample,
         positions: Iterable[int],
         in_batch: frozenset[int],
-        epoch: int,
+        step: int,
         occurrence: Integers | None,
     ) -> tuple[Sample, int]:
         for position in positions:
@@ -352,7 +364,7 @@ class TrainingBatches(Dataset[Batch]):
             if candidate in in_batch or candidate in self._bad_ids:
                 continue
             raws = self.dataset.read_many([candidate])
-            sample = self._decoded(raws, [candidate], epoch, occurrence)[0]
+            sample = self._decoded(raws, [candidate], step, occurrence)[0]
             if isinstance(sample, Sample):
                 return sample, position
         name = self.dataset.index.names([bad.sample_id])[0]

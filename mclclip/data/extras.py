@@ -1,17 +1,17 @@
 """Adds more tensors to every sample of a training, beside its picture and its caption.
 
-`BaseFeatures` adds stage 0's stored embeddings. `EditedCaptions` adds captions that are wrong for
-the picture: edits of the drawn caption by the rules of ``caption_rules``, or texts of a field of
-the sample's ``.json``. If there are too few, the right caption fills their places, and a mask says
-where. `EqualityDigests` adds numbers that are equal for equal captions and pictures, and
-`report_equal` logs before a training how many of these a batch has.
+`BaseFeatures` adds stored embeddings of stage 0 and of teachers. `EditedCaptions` adds captions
+that are wrong for the picture: edits of the drawn caption by the rules of ``caption_rules``, or
+texts of a field of the sample's ``.json``. If there are too few, the right caption fills their
+places, and a mask says where. `EqualityDigests` adds numbers that are equal for equal captions and
+pictures, and `report_equal` logs before a training how many of these a batch has.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,7 +30,7 @@ from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Tokenizer, cut_text, tokenize
 from mclclip.data.shard_scan import caption_fields, parse_captions
-from mclclip.run.artifacts import RunPaths
+from mclclip.run.artifacts import RunPaths, is_finished, read_manifest
 from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
 from mclclip.util.files import printable
 
@@ -40,12 +40,13 @@ SURVEYED = 512
 
 
 class BaseFeatures:
-    """Adds stage 0's embeddings of a sample, float32 of unit length.
+    """Adds stored embeddings of a sample, float32 of unit length.
 
-    ``base_image_features`` [D] if ``read`` has 'image_features' (they are of the centre crop),
-    ``base_text_features`` [D] of the drawn caption if it has 'text_features', and
-    ``edited_features`` [h, D] of h edits of the drawn caption if ``edits`` are given; rows of
-    missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them.
+    ``read`` has for each name an encoder (None: stage 0's) and what is read of it: 'image_features'
+    [D], which are of the centre crop, or 'text_features' [D] of the drawn caption. Stage 0's
+    ``edited_features`` [h, D] of h edits of the drawn caption come if ``edits`` are given; rows of
+    missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them, and
+    RuntimeError if another encoder wrote them, of a row that has values which are no numbers.
     """
 
     reads_text = False
@@ -54,14 +55,13 @@ class BaseFeatures:
         self,
         layout: RunPaths,
         index: SampleIndex,
-        read: Collection[str],
+        read: Mapping[str, tuple[str | None, str]],
         edits: HardCaptions | None = None,
     ) -> None:
-        self._images = self._texts = self._edits = None
-        if "image_features" in read:
-            self._images = StoredRows(layout.embeddings(0), index, "embeddings")
-        if "text_features" in read:
-            self._texts = StoredRows(layout.text_embeddings, index)
+        self._edits: StoredRows | None = None
+        self._stored = dict[str, StoredRows]()
+        for name, source in read.items():
+            self._stored[name] = _open_embeddings(layout, index, *source)
         if edits is not None:
             self._edits = StoredRows(directory_of(layout, edits), index)
             self._per_caption = edits.per_caption
@@ -70,11 +70,13 @@ class BaseFeatures:
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
         """Reads the embeddings of one sample."""
-        stored = {}
-        if self._images is not None:
-            stored["base_image_features"] = self._images.get(raw.sample_id)
-        if self._texts is not None:
-            stored["base_text_features"] = self._texts.get(raw.sample_id, caption_number)
+        stored = {n: rows.get(raw.sample_id, caption_number) for n, rows in self._stored.items()}
+        for name, row in stored.items():
+            if not np.isfinite(row).all():
+                raise RuntimeError(
+                    f"{self._stored[name].directory} has a row of NaN for sample {raw.sample_id}: "
+                    "run 'mclclip embed --force' with an encoder and a precision that give numbers"
+                )
         if self._edits is not None:
             rows = self._edits.get(raw.sample_id, caption_number)
             stored["edited_features"] = rows.reshape(self._per_caption, -1)
@@ -82,6 +84,37 @@ class BaseFeatures:
             name: functional.normalize(torch.from_numpy(row.astype(np.float32)), dim=-1)
             for name, row in stored.items()
         }
+
+
+def embeddings_of(layout: RunPaths, encoder: str | None, what: str) -> tuple[Path, str]:
+    """Returns folder and kind of the stored embeddings of an encoder (None: stage 0's).
+
+    ``what`` is 'image_features' or 'text_features'. Raises FileNotFoundError if those of a teacher
+    are not finished.
+    """
+    kind = "embeddings" if what == "image_features" else "text_embeddings"
+    folder = layout.encoder(encoder) / kind
+    if encoder is not None and not is_finished(folder):
+        raise FileNotFoundError(
+            f"no finished {kind} at {folder}: run 'mclclip embed --encoder {encoder}' first"
+        )
+    return folder, kind
+
+
+def _open_embeddings(
+    layout: RunPaths, index: SampleIndex, encoder: str | None, what: str
+) -> StoredRows:
+    folder, kind = embeddings_of(layout, encoder, what)
+    rows = StoredRows(folder, index, kind)
+    export = layout.encoder(encoder) / "export"
+    if encoder is not None:
+        made_by = read_manifest(folder, kind).inputs["encoder"]
+        if made_by != read_manifest(export, "teacher").digest:
+            raise RuntimeError(
+                f"{folder} was made by another encoder than {export}: run 'mclclip embed --encoder "
+                f"{encoder} --force'"
+            )
+    return rows
 
 
 def directory_of(layout: RunPaths, edits: HardCaptions | None) -> Path:
@@ -196,12 +229,14 @@ def report_edits(wanted: HardCaptions, index: SampleIndex, data: DataConfig, opt
 # --- equal captions and pictures ---------------------------------------------------------------
 
 Integers = npt.NDArray[np.int64]
+CAPTION_DIGEST, PICTURE_DIGEST = "caption_digest", "picture_digest"
 MOST_READ = 4096  # captions that are read before training, to count equal ones
 
 
 @dataclass(eq=False)
 class EqualityDigests:
-    """Adds ``caption_digest`` and ``picture_digest`` to every sample, 0-dimensional int64.
+    """Adds those ``names`` of ``caption_digest`` and ``picture_digest`` to every sample that are
+    read, 0-dimensional int64.
 
     They are equal for equal captions and pictures. ``clean`` is open_clip's cleaning of a caption,
     of which the first 4,096 visible characters count. Pictures are compared by their bytes; where
@@ -210,32 +245,32 @@ class EqualityDigests:
 
     clean: Callable[[str], str]
     index: SampleIndex | None = None
-    reads_text: bool = True
+    names: Collection[str] = (CAPTION_DIGEST, PICTURE_DIGEST)
 
     def __post_init__(self) -> None:
-        if self.index is not None:
+        self.reads_text = CAPTION_DIGEST in self.names
+        if self.index is not None and PICTURE_DIGEST in self.names:
             check_checksums(self.index)
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
         """Computes the digests of the drawn caption and of the picture."""
-        if self.index is None:
-            picture = _digest(raw.image)
-        else:
-            picture = int(_picture_marks(self.index, np.array([raw.sample_id]))[0])
-        caption = caption_digest(captions[caption_number], self.clean)
-        return {
-            "caption_digest": torch.tensor(caption),
-            "picture_digest": torch.tensor(picture),
-        }
+        digests = {}
+        if CAPTION_DIGEST in self.names:
+            digests[CAPTION_DIGEST] = caption_digest(captions[caption_number], self.clean)
+        if PICTURE_DIGEST in self.names and self.index is None:
+            digests[PICTURE_DIGEST] = _digest(raw.image)
+        elif PICTURE_DIGEST in self.names and self.index is not None:
+            digests[PICTURE_DIGEST] = int(picture_marks(self.index, np.array([raw.sample_id]))[0])
+        return {name: torch.tensor(digest) for name, digest in digests.items()}
 
 
 def check_checksums(index: SampleIndex) -> None:
     """Raises ValueError if the index has no checksums of pictures."""
     if index.image_crc32 is None:
         raise ValueError(
-            "train.objective.equal_captions tells equal pictures by their checksums where "
+            "train.objective.near_copies tells equal pictures by their checksums where "
             f"rows stand for them, and {index.directory} has none: run 'mclclip index' with "
             "data.verify=full, which adds them"
         )
@@ -250,7 +285,7 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
-def _picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:
+def picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:
     """Returns numbers int64 [n], equal for pictures of equal checksum and size."""
     assert index.image_crc32 is not None
     sizes = index.image_size[sample_ids].astype(np.int64) & 0x7FFFFFFF
@@ -277,34 +312,59 @@ class EqualRows:
     all_pairs: float
 
 
+@dataclass(frozen=True)
+class SurveyedBatch:
+    """Some rows of a global batch, before their pictures are read.
+
+    ids, group_ids, captions   int64 [n]: samples, their groups, and the number of the drawn caption
+    parts                      per row what is drawn of the caption; None: the whole
+    """
+
+    ids: Integers
+    group_ids: Integers
+    captions: Integers
+    parts: Sequence[Callable[[str], str] | None]
+
+    def texts(self, batches: TrainingBatches) -> list[str]:
+        """Reads what was drawn of the captions. Raises the errors of ``Bytes.captions_of``."""
+        read = batches.dataset.bytes.captions_of(self.ids.tolist())
+        drawn = zip(read, self.captions.tolist(), self.parts, strict=True)
+        return [part(of_one[n]) if part else of_one[n] for of_one, n, part in drawn]
+
+
+def survey(batches: TrainingBatches) -> Iterator[SurveyedBatch]:
+    """Yields some batches of the first epoch, evenly spaced, with at most 4,096 rows together, or
+    every n-th row of a larger batch. Samples that prove unusable are among them."""
+    plan = batches.plan(0)
+    num = min(plan.steps_per_epoch, max(1, MOST_READ // plan.global_batch))
+    nth = slice(None, None, -(-plan.global_batch // MOST_READ))
+    for step in np.arange(num) * plan.steps_per_epoch // num:
+        planned = plan.batch(int(step))
+        drawn = planned.ids, 0, planned.occurrence
+        yield SurveyedBatch(
+            planned.ids[nth],
+            planned.group_ids[nth],
+            batches.caption_numbers(*drawn)[nth],
+            batches.sentence_draws(*drawn)[nth],
+        )
+
+
 def equal_rows(
     batches: TrainingBatches, clean: Callable[[str], str]
 ) -> tuple[EqualRows, EqualRows | None]:
-    """Counts rows with equal captions, and with equal pictures (None without checksums).
-
-    It counts some batches of the first epoch, evenly spaced, whose captions it reads: at most
-    4,096, or every n-th row of a larger batch. Samples that prove unusable are counted too. Raises
-    the errors of ``Bytes.captions_of``.
-    """
-    plan, dataset = batches.plan(0), batches.dataset
-    num = min(plan.steps_per_epoch, max(1, MOST_READ // plan.global_batch))
-    every_nth = -(-plan.global_batch // MOST_READ)
-    captions, pictures = [], []
-    for step in np.arange(num) * plan.steps_per_epoch // num:
-        planned = plan.batch(int(step))
-        numbers = batches.caption_numbers(planned.ids, 0, planned.occurrence)[::every_nth].tolist()
-        parts = batches.sentence_draws(planned.ids, 0, planned.occurrence)[::every_nth]
-        ids, labels = planned.ids[::every_nth], planned.group_ids[::every_nth]
-        drawn = zip(dataset.bytes.captions_of(ids.tolist()), numbers, parts, strict=True)
-        texts = [part(of_one[n]) if part else of_one[n] for of_one, n, part in drawn]
-        digests = [caption_digest(text, clean) for text in texts]
-        captions.append(_count_equal(labels, np.array(digests)))
-        if dataset.index.image_crc32 is not None:
-            pictures.append(_count_equal(labels, _picture_marks(dataset.index, ids)))
-    num_rows = -(-plan.global_batch // every_nth)
+    """Counts rows with equal captions, and with equal pictures (None without checksums), in the
+    batches of ``survey``. Raises the errors of ``Bytes.captions_of``."""
+    captions, pictures, num_rows = [], [], 0
+    for batch in survey(batches):
+        digests = [caption_digest(text, clean) for text in batch.texts(batches)]
+        captions.append(_count_equal(batch.group_ids, np.array(digests)))
+        if batches.dataset.index.image_crc32 is not None:
+            marks = picture_marks(batches.dataset.index, batch.ids)
+            pictures.append(_count_equal(batch.group_ids, marks))
+        num_rows = len(batch.ids)
     means = [np.mean(counts, axis=0) for counts in (captions, pictures) if counts]
-    of_captions, *of_pictures = [EqualRows(num, num_rows, *mean.tolist()) for mean in means]
-    return of_captions, of_pictures[0] if of_pictures else None
+    every = [EqualRows(len(captions), num_rows, *mean.tolist()) for mean in means]
+    return every[0], every[1] if pictures else None
 
 
 def _count_equal(labels: Integers, marks: Integers) -> tuple[float, float, float]:

@@ -24,7 +24,7 @@ from obstore import exceptions
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from mclclip.util.files import printable
+from mclclip.util.files import parse_json, printable
 from mclclip.util.options import PROTOCOLS, STRICT, protocol_of
 from mclclip.util.stores import HUB_URL, open_store, reason_of
 
@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 23
 """Most bytes of one request; a single larger member is also read by one request."""
+
+MOST_LISTED = 50_000
+"""Files of a data set of the hub from which on its description may not have all of them."""
 
 GAP_BYTES = 1 << 16
 """Members are read by one request if no more bytes lie between them, since another request would
@@ -194,15 +197,17 @@ class Remote:
     def glob(self, pattern: str) -> list[str]:
         """Returns the urls of the objects that match: ``*`` is text without a slash, ``**`` any.
 
-        Raises ValueError for HTTP and the hub, which have no listings.
+        Raises ValueError for HTTP, which has no listings, and for a data set of the hub whose
+        listing is not complete.
         """
         protocol = protocol_of(pattern)
-        if protocol in ("http", "https", "hf"):
+        if protocol in ("http", "https"):
             raise ValueError(
                 f"{printable(pattern)!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
-        path = "".join(pattern.split("/", 3)[3:])
+        depth = 5 if protocol == "hf" else 3  # hf://datasets/ORG/NAME, s3://BUCKET
+        base, path = "/".join(pattern.split("/")[:depth]), "/".join(pattern.split("/")[depth:])
         parts = re.split(r"(\*\*|\*)", path)
         stars = {"**": ".*", "*": "[^/]*"}
         matches = re.compile("".join(stars.get(part) or re.escape(part) for part in parts))
@@ -215,9 +220,29 @@ class Remote:
                 return [e["path"] for e in obstore.list_with_delimiter(store, prefix)["objects"]]
             return [entry["path"] for entry in obstore.list(store, prefix).collect()]
 
-        bucket = "/".join(pattern.split("/")[:3])
-        listed = _call(f"{bucket}/{folder}", self.options, names)
-        return [f"{bucket}/{name}" for name in listed if matches.fullmatch(name)]
+        if protocol == "hf":
+            listed = self._files_of_hub(base)
+        else:
+            listed = _call(f"{base}/{folder}", self.options, names)
+        return [f"{base}/{name}" for name in listed if matches.fullmatch(name)]
+
+    def _files_of_hub(self, url: str) -> list[str]:
+        """Returns the names of all files of a data set of the hub, in order."""
+        try:
+            described = _call(
+                url, self.options, lambda store, path: obstore.get(store, path).bytes().to_bytes()
+            )
+        except (FileNotFoundError, PermissionError):
+            raise FileNotFoundError(
+                f"{url}: the hub has no such data set or revision, or shows it only with HF_TOKEN"
+            ) from None
+        names = sorted(each["rfilename"] for each in parse_json(described, url)["siblings"])
+        if len(names) >= MOST_LISTED:
+            raise ValueError(
+                f"{url}: the hub lists at most {MOST_LISTED:,} files of a data set: use braces, or "
+                "@FILE with one url per line"
+            )
+        return names
 
     def read_ranges(self, ranges: Sequence[UrlRange]) -> list[bytes]:
         """Reads the bytes of each range, neighbours by one request.

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,7 +40,7 @@ from mclclip.util.files import message_of, parse_json, read_json
 IMAGE_COLUMNS = (
     "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"
 )  # fmt: skip
-CAPTION_COLUMNS = ("title", "caption", "captions", "text", "comment")
+CAPTION_COLUMNS = ("title", "caption", "captions", "text", "comment", "txt")
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 LINES = (".jsonl", ".jsonlines", ".ndjson")
 _EXAMPLES = 100  # rows of JSON lines that are read to find the columns
@@ -47,6 +48,8 @@ _BATCH_BYTES = 1 << 25  # bytes of Parquet rows that are in memory at a time
 
 Fields = dict[str, Any]
 Rows = Iterator[tuple[str, Fields]]
+Ask = Callable[..., ValueError]
+"""Makes the error for something ambiguous: what it is, and the word of the command to type."""
 NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
 """All images by their file names, with or without a caption; and (file name, caption) pairs."""
 
@@ -134,23 +137,6 @@ def _json(files: Sequence[Path]) -> Format:
 
 def _arrow(files: Sequence[Path]) -> Format:
     """Opens Parquet, or Arrow: streams, which ``datasets`` saves, and files, such as Feather's."""
-    as_text: set[str] = set()
-
-    def rows(findings: Findings) -> Rows:
-        for path in files:
-            number = 0
-            for batch in _batches(path):
-                nested = _nested(batch.schema)
-                for fields in batch.to_pylist():
-                    number += 1
-                    for name, (column, part) in nested.items():
-                        fields[name] = [item and item[part] for item in fields[column] or []]
-                    where = f"{path.name} row {number}"
-                    for name in as_text & fields.keys():
-                        data, fields[name] = fields[name], _decode(fields[name])
-                        findings.add("bad_text", *[where] * bool(data and not fields[name]))
-                    yield where, fields
-
     count = 0
     for path in reversed(files):
         with _one_line(path):
@@ -161,6 +147,39 @@ def _arrow(files: Sequence[Path]) -> Format:
             else:
                 with _open_arrow(path) as (schema, _):
                     pass
+    check_once(files[0], schema.names)
+    batches = partial(map, lambda path: (path.name, _batches(path)), files)
+    return arrow_format(schema, count or None, batches)
+
+
+def arrow_format(
+    schema: pa.Schema,
+    count: int | None,
+    batches: Callable[[], Iterable[tuple[str, Iterator[pa.RecordBatch]]]],
+    read: Callable[[Fields], Fields] = dict,
+) -> Format:
+    """Makes a format of tables in Arrow's memory.
+
+    ``batches`` yields a name for messages and the rows of each file; ``read`` is applied to each
+    row, to read what lies beside the table.
+    """
+    as_text: set[str] = set()
+
+    def rows(findings: Findings) -> Rows:
+        for name_of_file, of_file in batches():
+            number = 0
+            for batch in of_file:
+                nested = _nested(batch.schema)
+                for fields in batch.select(_columns(batch.schema)).to_pylist():
+                    number += 1
+                    for name, (column, part) in nested.items():
+                        fields[name] = [item and item[part] for item in fields[column] or []]
+                    where = f"{name_of_file} row {number}"
+                    for name in as_text & fields.keys():
+                        data, fields[name] = fields[name], _decode(fields[name])
+                        findings.add("bad_text", *[where] * bool(data and not fields[name]))
+                    yield where, read(fields)
+
     _, first = next(rows(Findings()), ("", {}))
     as_text |= _text_columns(schema, first)
     first |= {name: _decode(first.get(name)) for name in as_text}
@@ -169,12 +188,11 @@ def _arrow(files: Sequence[Path]) -> Format:
         name: example if (value := first.get(name)) is None else value
         for name, example in examples.items()
     }
-    check_once(files[0], schema.names)
     nested = _nested(schema)
     readable = {*columns, *(column for column, _ in nested.values())}
     unreadable = {field.name: str(field.type) for field in schema if field.name not in readable}
     columns |= {name: [] for name in nested}
-    return Format(columns, rows, count or None, unreadable=unreadable)
+    return Format(columns, rows, count, unreadable=unreadable)
 
 
 def _text_columns(schema: pa.Schema, first: Fields) -> set[str]:
@@ -200,8 +218,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a file in small batches, so that no row group is held in memory."""
     with _one_line(path):
         if path.suffix != ".parquet":
-            with _open_arrow(path) as (schema, batches):
-                yield from (batch.select(_columns(schema)) for batch in batches)
+            with _open_arrow(path) as (_, batches):
+                yield from batches
             return
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             facts, columns = file.metadata, _columns(file.schema_arrow)

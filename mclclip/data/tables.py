@@ -22,6 +22,7 @@ from typing import Any
 
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.hub_tables import open_split
 from mclclip.data.picture_folders import folder_format, walk
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
@@ -31,6 +32,7 @@ from mclclip.data.table_formats import (
     KINDS,
     LINES,
     SEVERAL,
+    Ask,
     Fields,
     Format,
     Rows,
@@ -53,8 +55,6 @@ _ITEM = re.compile(r"""\s*('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")\s*,?""")
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 _TRIED = 20  # rows whose pictures are looked for
 _NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # such as -00001-of-00007 in a file name
-
-_Ask = Callable[..., ValueError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class Row:
 class Table:
     """Images with captions, which can be read several times.
 
+    path          the file or folder, or the url of a data set of the hub
     root          the folder from which file names of images start
     holds_images  True if the table holds the bytes of images
     count         number of rows; None: not known
@@ -86,7 +87,7 @@ class Table:
     fields        reads the rows as {column: value}
     """
 
-    path: Path
+    path: Path | str
     root: Path
     delimiter: str | None
     image_column: str
@@ -96,6 +97,11 @@ class Table:
     count: int | None
     inputs: Callable[[], dict[str, str]]
     fields: Callable[[Findings], Rows]
+
+    @property
+    def place(self) -> str:
+        """The absolute path of ``root``, or the url."""
+        return self.path if isinstance(self.path, str) else os.path.abspath(self.root)
 
     def rows(self, findings: Findings) -> Iterator[Row]:
         """Yields the rows in order, and counts faults of the files in ``findings``.
@@ -133,36 +139,29 @@ def open_table(
 
     A data set is a folder of pictures, each with a text of its name beside it; or a CSV, TSV,
     JSONL, Parquet or Arrow file, COCO's (Karpathy's, ShareGPT4V's) JSON, tar shards in WebDataset's
-    layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files.
+    layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files; or a
+    data set of the Hugging Face hub (`hub_tables`).
 
     File names start from the folder, or, if no picture is there, from its first sub-folder that has
     one. Texts beside pictures, and linked folders, must lie below the folder or ``allow_roots``.
     Raises FileNotFoundError, and ValueError if columns or files are missing or ambiguous. The
     message completes the user's ``command``; an empty one takes the first of several columns.
     """
-    path = source if captions is None else captions
-    refuse_url(source, "pictures:")
-    refuse_url(path, "captions:")
-    if captions is not None and not source.is_dir():
-        raise FileNotFoundError(f"no folder of images at {source}")
-    if captions is not None and not captions.is_file():
-        raise FileNotFoundError(f"no table of captions at {captions}")
-    ask = partial(_complete, command, path)
-    roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
-    files = _files(path, roots, ask)
-    _refuse_compressed(files)
-    kind = _kind(files[0], delimiter) if files else "folder"
-    if kind not in SEVERAL and len(files) > 1:
-        raise ask(f"{path} names {len(files)} tables, choose one", files[0])
-    if kind == "csv":
-        delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
-        table = _text_table(files[0], delimiter)
+    path: Path | str = source if captions is None else captions
+    ask = partial(_complete, command, Path(path))
+    if protocol_of(source) == "hf":
+        if captions is not None:
+            raise ValueError(
+                f"captions: {captions} is for a folder of pictures; a data set of the hub has them "
+                "in its own columns (--caption-column)"
+            )
+        split, table = open_split(source, ask)
+        path, root, files, inputs = split.url, source, list[Path](), split.inputs
     else:
-        table = FORMATS[kind](files) if files else folder_format(source, roots)
-        delimiter = None
+        root, files, table, delimiter = _open_files(source, captions, delimiter, allow_roots, ask)
+        inputs = partial(_inputs, Path(path), files, Roots(root, *allow_roots))
     if not table.columns:
         raise ValueError(f"{path} is empty: wanted a line with the names of columns")
-    root = source if source.is_dir() else files[0].parent
     images = _image_column(path, root, table, image_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
     if files and isinstance(table.columns[images], str):
@@ -176,9 +175,38 @@ def open_table(
         columns=[*table.columns],
         holds_images=is_stored(table.columns[images]),
         count=table.count,
-        inputs=partial(_inputs, path, files, roots),
+        inputs=inputs,
         fields=table.rows,
     )
+
+
+def _open_files(
+    source: Path,
+    captions: Path | None,
+    delimiter: str | None,
+    allow_roots: Sequence[Path],
+    ask: Ask,
+) -> tuple[Path, list[Path], Format, str | None]:
+    """Opens what lies on a disk; returns the folder of pictures, the files (none for a folder of
+    pictures), their rows, and the delimiter of a table of text."""
+    path = source if captions is None else captions
+    refuse_url(source, "pictures:")
+    refuse_url(path, "captions:")
+    if captions is not None and not source.is_dir():
+        raise FileNotFoundError(f"no folder of images at {source}")
+    if captions is not None and not captions.is_file():
+        raise FileNotFoundError(f"no table of captions at {captions}")
+    roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
+    files = _files(path, roots, ask)
+    _refuse_compressed(files)
+    root = source if source.is_dir() or not files else files[0].parent
+    kind = _kind(files[0], delimiter) if files else "folder"
+    if kind not in SEVERAL and len(files) > 1:
+        raise ask(f"{path} names {len(files)} tables, choose one", files[0])
+    if kind == "csv":
+        delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
+        return root, files, _text_table(files[0], delimiter), delimiter
+    return root, files, FORMATS[kind](files) if files else folder_format(source, roots), None
 
 
 # --- files of a data set -------------------------------------------------------------------------
@@ -195,7 +223,7 @@ def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> 
     return ValueError(f"{what}: {advice.again(command, *words, instead=instead)}")
 
 
-def _files(path: Path, roots: Roots, ask: _Ask) -> list[Path]:
+def _files(path: Path, roots: Roots, ask: Ask) -> list[Path]:
     """Returns the files of a data set in order; none for a folder of pictures."""
     if path.is_file():
         return [path]
@@ -214,7 +242,7 @@ def _files(path: Path, roots: Roots, ask: _Ask) -> list[Path]:
     return files
 
 
-def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
+def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     splits = sorted(path.parent for path in folder.glob("*/state.json"))
     if splits:
         names = ", ".join(path.name for path in splits)
@@ -253,7 +281,7 @@ def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
     )
 
 
-def _one_split(folder: Path, files: list[Path], ask: _Ask) -> list[Path]:
+def _one_split(folder: Path, files: list[Path], ask: Ask) -> list[Path]:
     """Returns the files; raises ValueError if they are of several splits, by name or folder."""
     splits = sorted({path.parent / _NUMBER.sub("", path.stem) for path in files})
     if len(splits) > 1:
@@ -345,7 +373,7 @@ def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Pat
 
 
 def _image_column(
-    path: Path, root: Path, table: Format, option: str | None, first: bool, ask: _Ask
+    path: Path | str, root: Path, table: Format, option: str | None, first: bool, ask: Ask
 ) -> str:
     """Returns the column of images: the user's ``option``, or one that looks so.
 
@@ -390,12 +418,12 @@ def _describe(table: Format) -> str:
 
 
 def _caption_columns(
-    path: Path,
+    path: Path | str,
     table: Format,
     option: str | Sequence[str] | None,
     images: str,
     first: bool,
-    ask: _Ask,
+    ask: Ask,
 ) -> tuple[str, ...]:
     """Returns the columns of captions: those of the user's ``option``, or ones that look so.
 
@@ -434,7 +462,7 @@ def _texts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _check_column(path: Path, table: Format, name: str) -> str:
+def _check_column(path: Path | str, table: Format, name: str) -> str:
     if name not in table.columns:
         raise ValueError(
             f"{path} has no column {name!r}, it has {_describe(table)}: name the columns of image "

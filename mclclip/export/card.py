@@ -60,16 +60,18 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
         parts += ["## How to load it\n", usage(source), ""]
     parts += [
         "## Held against its source\n",
-        "Largest difference of features of equal pixels and tokens; of pixels in shades of 255; "
-        "and texts that become other tokens. `certificate.json` has more.\n",
+        "Largest difference of features of equal pixels and tokens, and their lowest cosine; "
+        "largest difference of pixels in shades of 255; and texts that become other tokens. "
+        "`certificate.json` has more.\n",
     ]
     cells = []
     for proof in proofs:
         differences = (proof.image_features, proof.text_features, proof.pixels, proof.tokens)
         numbers = ["-" if value is None else f"{value:.2g}" for value in differences]
+        numbers.insert(2, f"{proof.cosine:.4f}")
         counts = (str(proof.num_images), str(proof.num_texts))
         cells.append((_escaped(proof.runtime), *counts, *numbers))
-    heads = "runtime | images | texts | image features | text features | pixels | tokens"
+    heads = "runtime | images | texts | image features | text features | cosine | pixels | tokens"
     parts.append(_table(heads, cells))
     if notes := [f"- {_escaped(note)}" for proof in proofs for note in proof.notes]:
         parts += ["", *notes]

@@ -36,6 +36,7 @@ def run(
     images: Path | None = None,
     texts: Path | None = None,
     precision: Precision | None = None,
+    width: int | None = None,
     num_images: int = 64,
     force: Remake = Remake.NOTHING,
 ) -> Path:
@@ -44,11 +45,12 @@ def run(
     ``model`` is an export (a stage, a soup, a concat), or for `clip_retrieval` the embeddings of a
     stage in its run directory. ``images`` (a folder of pictures) and ``texts`` (a file with a text
     per line) are what the two encoders are compared on, by default those of `certificate`; the
-    differences go into ``certificate.json``. Raises FileNotFoundError if there is no such model,
+    differences go into ``certificate.json``. ``width``: the features are cut to their first so many
+    numbers. Raises FileNotFoundError if there is no such model,
     and ValueError if the library cannot hold it, ``out`` holds other files, a package is missing or
     features differ; nothing is left behind then.
     """
-    source = _open(to, model, precision)
+    source = _open(to, model, precision, width)
     out = out if out.name not in ("", "..") else out.resolve()  # temporary folders use its name
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
@@ -60,6 +62,7 @@ def run(
         source.precision,
         images=None if images is None else files.digest_json(pixels),
         texts=None if texts is None else files.digest_json([*probes.texts]),
+        width=width,
     )
     make_artifact(step, out, (source, probes), force)
     return out
@@ -70,6 +73,7 @@ class Converted(Step[tuple[Source, Probes]]):
     """A model in another library's layout.
 
     ``images`` and ``texts`` are digests of the user's probes; None: those of `certificate`.
+    ``width``: of the features, where they are cut.
     """
 
     kind = "converted"
@@ -77,6 +81,7 @@ class Converted(Step[tuple[Source, Probes]]):
     precision: Precision
     images: str | None
     texts: str | None
+    width: int | None
 
     def reads(self, how: tuple[Source, Probes]) -> dict[str, str]:
         """Returns the digests of the model and of what else its target reads."""
@@ -94,14 +99,16 @@ class Converted(Step[tuple[Source, Probes]]):
         return Made(counts | {"runtimes": len(proofs)}, records)
 
 
-def _open(to: str, model: Path, precision: Precision | None) -> Source:
+def _open(to: str, model: Path, precision: Precision | None, width: int | None) -> Source:
     """Returns the model that is converted.
 
-    Raises ValueError for a precision that the target does not have, and FileNotFoundError if it
-    converts models and there is none.
+    Raises ValueError for a precision or a width that the target does not have, and
+    FileNotFoundError if it converts models and there is none.
     """
     target = targets.find(to)
-    source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
+    source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32", width)
+    if width is not None and not target.is_model:
+        raise ValueError(f"--width cuts the features of models, and --to {to} takes embeddings")
     if source.precision not in target.precisions:
         several = ", ".join(n for n in targets.names() if precision in targets.find(n).precisions)
         raise ValueError(
@@ -159,10 +166,10 @@ def _report(out: Path, proof: Certificate, first: bool) -> None:
     """
     texts = proof.text_features
     log.info(
-        "%s: %s on %d images%s: features differ by at most %.1g%s",
+        "%s: %s on %d images%s: features differ by at most %.1g%s; cosines are %.4f and above",
         out, proof.runtime, proof.num_images,
         "" if texts is None else f" and {proof.num_texts} texts", proof.image_features,
-        "" if texts is None else f" (images) and {texts:.1g} (texts)",
+        "" if texts is None else f" (images) and {texts:.1g} (texts)", proof.cosine,
     )  # fmt: skip
     for note in proof.notes:
         log.warning("%s", note)

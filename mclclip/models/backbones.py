@@ -18,7 +18,7 @@ module is the unchanged input of the next, the tower is a chain of these modules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ from mclclip.models.towers import (
     layout_or_reason,
     number_blocks,
     present,
+    resized_positions,
 )
 from mclclip.util import files
 from mclclip.util.options import STRICT, brief, first_problem, nearest
@@ -154,11 +155,16 @@ class BackboneTower(nn.Module):
         )
         self.preprocess_cfg = asdict(self.pixels)
 
-    def transforms(self, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
+    def transforms(
+        self, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+    ) -> transforms.Pair:
         """Returns the transforms of training (SimCLR's, unless `augmentation` names another kind)
-        and of validation (no augmentation)."""
+        and of validation (no augmentation); ``image_size``: for pictures of another size."""
         options = {transforms.KIND: "simclr"} | dict(augmentation or {})
-        return transforms.training(self.pixels, options), transforms.PlainTransform(self.pixels)
+        pixels = self.pixels
+        if image_size is not None:
+            pixels = replace(pixels, size=(image_size, image_size))
+        return transforms.training(pixels, options), transforms.PlainTransform(pixels)
 
     def layout(self) -> ImageLayout | str:
         """Returns the tower's layout, or why it cannot be split or locked by block."""
@@ -287,7 +293,12 @@ def timm_layout(tower: Any) -> ImageLayout:
     # or the tower does not say its width.
     pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
     tops = _top(tower, embedding, blocks)
-    return ImageLayout(embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps)
+    groups = group_parameters(trunk, trunk.group_matcher(coarse=False))  # of layer-wise decay
+    layers = [tuple(f"trunk.{name}" for name in groups[number]) for number in sorted(groups)]
+    layers += [("head",)] if any(True for _ in tower.head.parameters()) else []
+    return ImageLayout(
+        embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps, layers=(*layers,)
+    )
 
 
 def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:
@@ -297,8 +308,12 @@ def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:
 
 def _start_vit(tower: Any, images: Tensor) -> tuple[Tensor, None]:
     """Returns the input of a ViT's first block; in a hybrid ViT its convolutions run here too."""
-    trunk = tower.trunk
-    return trunk.norm_pre(trunk.patch_drop(trunk._pos_embed(trunk.patch_embed(images)))), None
+    trunk, patches = tower.trunk, tower.trunk.patch_embed
+    grid = patches.grid_size
+    if not trunk.dynamic_img_size:  # else timm resizes positions itself
+        grid = patches.dynamic_feat_size(tuple(images.shape[-2:]))
+    with resized_positions(trunk, "pos_embed", patches.grid_size, grid):
+        return trunk.norm_pre(trunk.patch_drop(trunk._pos_embed(patches(images)))), None
 
 
 def _start_eva(tower: Any, images: Tensor) -> tuple[Tensor, Any]:
@@ -476,20 +491,3 @@ def _chain(whole: _Call, calls: Sequence[_Call], groups: dict[str, int]) -> list
 
 def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
     return {group for parameter, group in groups.items() if belongs(parameter, (name,))}
-
-
-def check_image_size(visual: Any) -> None:
-    """Raises ValueError if `image_size` is another than timm's tower of this name takes."""
-    trunk = getattr(visual, "trunk", None)
-    patches = getattr(trunk, "patch_embed", None)
-    size = getattr(patches, "img_size", None)
-    if size is None or getattr(trunk, "dynamic_img_size", False):
-        return
-    # A hybrid's convolutions (`backbone`) take any size; learned positions do not.
-    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
-    positions = getattr(trunk, "pos_embed", None) is not None
-    if (strict or positions) and tuple(size) != tuple(visual.image_size):
-        raise ValueError(
-            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {size[0]} "
-            "pixels only: leave image_size out, or name the tower of that size"
-        )

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,7 @@ from mclclip.models import (
     transforms,
     weights,
 )
+from mclclip.models.image_size import set_image_size
 from mclclip.models.row_projection import WIDTH
 from mclclip.models.weights import fetch_quietly, one_line, quiet
 from mclclip.util import files
@@ -359,7 +361,8 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             )
         except Exception as error:  # open_clip raises any kind for a wrong config
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
-    backbones.check_image_size(clip.visual)
+    with torch.random.fork_rng(devices=[]):  # timm draws tables of relative positions
+        set_image_size(clip.visual)
     return clip
 
 
@@ -410,13 +413,18 @@ def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
     )
 
 
-def transforms_of(visual: Any, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
+def transforms_of(
+    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+) -> transforms.Pair:
     """Returns the transforms of training and of validation of one of open_clip's towers.
 
     They are open_clip's own, unless `augmentation` has a `kind`, which names one of `transforms`.
+    ``image_size``: for pictures of another size than the tower's.
     """
     options = dict(augmentation or {})
     settings = PreprocessCfg(**visual.preprocess_cfg)
+    if image_size is not None:
+        settings = replace(settings, size=(image_size, image_size))
     plain = image_transform_v2(settings, is_train=False)
     if transforms.KIND in options:
         height, width = towers.pair(settings.size)

@@ -21,17 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mclclip.models import clip, transformers_folder, weights
+from mclclip.models import clip, weights
+from mclclip.models.encoder_names import RANDOM, split_name
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.util import files
 from mclclip.util.options import brief, with_prefix
-from mclclip.util.shipped import RECIPES
 
-RANDOM = "random"
-"""In NAME@random, where a tag of weights would stand: random weights."""
 _MOST_STAGES = 64
 
 
@@ -52,6 +50,8 @@ class Encoder(nn.Module):
     through the first `num_trunk_blocks` blocks once, in the first stage's model; these blocks must
     be equal in all stages. With 0 blocks every stage runs completely. The logit scale is that of
     the first stage.
+
+    `width`: the first so many numbers of each stage's features are its features (`cut`).
     """
 
     stages: Any
@@ -63,6 +63,7 @@ class Encoder(nn.Module):
         *,
         num_trunk_blocks: int = 0,
         shared_text: bool = True,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         if variant not in (None, *get_args(Variant)):
@@ -72,7 +73,8 @@ class Encoder(nn.Module):
         self.variant = variant
         self.num_trunk_blocks = num_trunk_blocks
         self.shared_text = shared_text
-        self.embed_dim = sum(stage.embed_dim for stage in stages)
+        self.width = width
+        self.embed_dim = sum(stage.embed_dim if width is None else width for stage in stages)
         self.logit_scale = stages[0].logit_scale().item()
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
@@ -95,22 +97,51 @@ class Encoder(nn.Module):
         """The device on which the models lie."""
         return next(self.parameters()).device
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Shape of an image that `preprocess_val` makes: C, H, W."""
+        shape: tuple[int, int, int] = self.stages[0].image_shape
+        return shape
+
+    @property
+    def normalization(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of pixels, as `Model.normalization`."""
+        both: tuple[Tensor, Tensor] = self.stages[0].normalization
+        return both
+
+    def cut(self, width: int) -> "Encoder":
+        """Returns the encoder of the first `width` numbers of each stage's features; the models are
+        the same. Raises ValueError for a width that is not from 1 to each stage's.
+
+        `narrow.narrow_encoder` makes models of them, which can be exported.
+        """
+        dim = min(stage.embed_dim for stage in self.stages)
+        if not 0 < width <= dim:
+            raise ValueError(f"width={width} is of features of {dim} numbers: wanted 1 to {dim}")
+        return Encoder(
+            [*self.stages],
+            self.variant,
+            num_trunk_blocks=self.num_trunk_blocks,
+            shared_text=self.shared_text,
+            width=width,
+        )
+
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
         """[B, 3, H, W] -> features [B, D] of each stage, not of unit length. Trunks run once."""
         images, number = images.to(self.device), self.num_trunk_blocks
         if not number:
-            return [model.encode_image(images) for model in self.stages]
+            return [model.encode_image(images)[:, : self.width] for model in self.stages]
         hidden = self.stages[0].encode_trunk(images, number)
-        return [model.encode_tail(hidden, number) for model in self.stages]
+        return [model.encode_tail(hidden, number)[:, : self.width] for model in self.stages]
 
     @torch.no_grad()
     def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
         """[B, context] int64 -> every stage's text features [B, D], not of unit length."""
         tokens = tokens.to(self.device)
         if self.shared_text:
-            return [self.stages[0].encode_text(tokens)] * len(self.stages)
-        return [model.encode_text(tokens) for model in self.stages]
+            return [self.stages[0].encode_text(tokens)[:, : self.width]] * len(self.stages)
+        return [model.encode_text(tokens)[:, : self.width] for model in self.stages]
 
     @overload
     def encode_image(self, images: Tensor) -> Tensor: ...
@@ -404,16 +435,11 @@ def load_model(
     return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
 
 
-def split_name(where: str | Path) -> tuple[str | Path, str | None]:
-    """Splits ``NAME@PRETRAINED`` into name and tag; the tag is None if nothing follows the @.
-
-    An existing path is a name, even with an @ in it. The name of a model config that is shipped
-    beside the recipes, such as ``tiny_clip``, becomes its path.
-    """
-    path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
-    name, tag = where, None
-    if "@" in path and not Path(path).exists():
-        name, _, tag = str(where).rpartition("@")
-    shipped = RECIPES / f"{name}.json"
-    is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
-    return str(shipped) if is_shipped else name, tag or None
+def counts_of(encoder: Encoder) -> dict[str, Any]:
+    """Returns what an export's manifest says of its encoder: the number of ``parameters``, the
+    ``width`` of its features, and its ``logit_scale``, None without a text tower."""
+    return {
+        "parameters": sum(p.numel() for p in encoder.parameters()),
+        "width": encoder.embed_dim,
+        "logit_scale": encoder.logit_scale if encoder.stages[0].reads_texts else None,
+    }

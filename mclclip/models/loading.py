@@ -15,11 +15,22 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
-from mclclip.data.text_rows import TextRows, width_of
-from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
+from mclclip.models import (
+    backbones,
+    clip,
+    config_check,
+    state_dicts,
+    towers,
+    transformers_folder,
+    transforms,
+    weights,
+)
+from mclclip.models.image_size import allow_image_size, check_patches, with_image_size
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
-from mclclip.models.row_projection import WIDTH, RowClip, with_rows
+from mclclip.models.parameters import freeze
+from mclclip.models.patterns import ParameterConfig
+from mclclip.models.row_projection import WIDTH, build_on_rows
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.run.artifacts import read_manifest, verb_of
@@ -42,6 +53,7 @@ def load_towers(
     augmentation: Mapping[str, Any] | None = None,
     load_weights: bool = True,
     long_context: bool = False,
+    image_size: int | None = None,
     text_rows: Sequence[str] = (),
 ) -> Model:
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
@@ -60,37 +72,44 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
-        text_rows: files of text embeddings (`data.text_rows`); a projection of these rows, drawn by
-            `seed`, takes the place of the text tower. An export of such a model needs no files.
+        image_size: height and width of the pictures; positions are resized as open_clip does.
+        text_rows: files of text embeddings (`data.text_rows`), whose projection is the text tower.
 
-    Raises ValueError for a config that is unknown or could bring code, weights that do not fit or
-    had another activation, a projector beside a text tower, and a text tower that cannot be
-    stretched; FileNotFoundError if files are missing, or not reachable on the hub. Torch's global
-    generators are neither used nor changed.
+    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights or
+    an image size that do not fit, a projector beside a text tower, and a text tower that cannot be
+    stretched; FileNotFoundError for missing files. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
-    exported: Any
-    if not text or not (text_rows or "text_cfg" in config["model_cfg"]):
+    if image_size is not None:
+        config = with_image_size(config, image_size)
+    model_cfg, tokenizer = config["model_cfg"], None
+    if not text or not (text_rows or "text_cfg" in model_cfg):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
-        tokenizer = None
     else:
-        _check_clip(name, config["model_cfg"], projector)
-        build = partial(_build_on_rows, text_rows=text_rows, where=_where(name))
-        if not text_rows and WIDTH not in config["model_cfg"]["text_cfg"]:
-            random_text = bool(file) or not load_weights
-            build = partial(_build_clip, random_text=random_text, long_context=long_context)
+        _check_clip(name, model_cfg, projector)
+        build = partial(build_on_rows, _build_image_tower, text_rows, _where(name))
+        if not text_rows and WIDTH not in model_cfg["text_cfg"]:
+            build = partial(_build_clip, bool(file) or not load_weights, long_context)
         exported, model_cfg, tokenizer = build(config, file, directory, seed)
+    check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
-    if isinstance(visual, backbones.BackboneTower):
-        layout, transforms = visual.layout(), visual.transforms(augmentation)
-    else:
-        layout, transforms = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
+    is_backbone = isinstance(visual, backbones.BackboneTower)
+    layout = visual.layout() if is_backbone else clip.layout_of(visual)
+    pair = _transforms_of(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
+        return Model(exported, whole, layout, pair, tokenizer, projector).eval()
+
+
+def _transforms_of(
+    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
+) -> transforms.Pair:
+    if isinstance(visual, backbones.BackboneTower):
+        return visual.transforms(augmentation, image_size)
+    return clip.transforms_of(visual, augmentation, image_size)
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -105,13 +124,12 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
 
 
 def _build_clip(
+    random_text: bool,
+    long_context: bool,
     config: dict[str, Any],
     file: Path | None,
     directory: Path | None,
     seed: int,
-    *,
-    random_text: bool,
-    long_context: bool,
 ) -> tuple[Any, dict[str, Any], Any]:
     """Builds open_clip's module and loads its weights from `file`, if there is one.
 
@@ -128,39 +146,6 @@ def _build_clip(
     if long_context:
         towers.stretch(exported)
     return exported, model_cfg, tokenizer
-
-
-def _build_on_rows(
-    config: Mapping[str, Any],
-    file: Path | None,
-    directory: Path | None,
-    seed: int,
-    *,
-    text_rows: Sequence[str],
-    where: str,
-) -> tuple[Any, dict[str, Any], Any]:
-    """Builds an image tower beside a projection of rows, as wide as those of ``text_rows``, or as
-    the configuration says.
-
-    Loads the weights in ``file``: all of them if they are of such a model, else those of the image
-    tower. Returns it with its model config, and the rows in or above ``directory``.
-    """
-    model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
-    width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
-    if is_whole:
-        if width != (trained := model_cfg["text_cfg"][WIDTH]):
-            raise ValueError(
-                f"model.text_rows has rows of width {width}, and the projection of {where} takes "
-                f"{trained}: bring rows of the encoder that it was trained with"
-            )
-        image_only = {name: value for name, value in model_cfg.items() if name != "text_cfg"}
-        config = {**config, "model_cfg": image_only}
-    tower, image_cfg = _build_image_tower(config, None if is_whole else file, seed, where)
-    whole_cfg = with_rows(model_cfg, image_cfg, width)
-    built = RowClip(tower.visual, whole_cfg, seed)
-    if is_whole and file is not None:
-        weights.fill(built, weights.read_tensors(file), str(file))
-    return built, whole_cfg, TextRows.beside(directory, width)
 
 
 def _build_image_tower(
@@ -207,6 +192,7 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     is_backbone = isinstance(visual, backbones.BackboneTower)
     if is_backbone and not any(name.startswith("trunk.") for name in tensors):
         tensors = {f"trunk.{name}": tensor for name, tensor in tensors.items()}
+    state_dicts.resize_picture_positions(visual, tensors, file)
     try:
         visual.load_state_dict(tensors)
     except RuntimeError as error:
@@ -226,6 +212,7 @@ def _fill_from_image_weights(visual: nn.Module, image_weights: str, model: str |
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
         tensors = {inside: opened.get_tensor(name) for inside, name in names.items()}
+    state_dicts.resize_picture_positions(visual, tensors, file)
     visual.load_state_dict(tensors, strict=False)
     weights.refuse_not_finite(visual, str(file))
 
@@ -269,7 +256,10 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
                 stored for name, stored in names.items() if name not in state
             ],
             "have another shape": [
-                name for name in slices if slices[name].get_shape() != [*state[name].shape]
+                name
+                for name in slices
+                if (shape := slices[name].get_shape()) != [*state[name].shape]
+                and not state_dicts.is_resized(name, shape, state[name].shape)
             ],
             "are no floating-point numbers": [
                 name
@@ -353,6 +343,15 @@ def _where(name: Name) -> str:
     return "the model config" if isinstance(name, Mapping) else str(name)
 
 
+def train_transform(
+    model: Model, augmentation: Mapping[str, Any], image_size: int | None
+) -> transforms.Transform:
+    """Returns a model's training transform for pictures of another size; None: of its own."""
+    if image_size is None:
+        return model.preprocess_train
+    return _transforms_of(model.visual, augmentation, image_size)[0]
+
+
 # --- for training ----------------------------------------------------------------------------
 
 
@@ -365,6 +364,8 @@ def prepare_model(
     precision: str,
     grad_checkpointing: bool,
     patch_dropout: float = 0.0,
+    parameters: Sequence[ParameterConfig] = (),
+    image_sizes: Sequence[int] = (),
 ) -> None:
     """Prepares a model for training, in place.
 
@@ -373,10 +374,17 @@ def prepare_model(
     precision            "float64" converts the model; other precisions are autocast's
     grad_checkpointing   blocks run again in the backward pass instead of keeping activations
     patch_dropout        share of the patches that the image tower drops
+    parameters           patterns of names; those with an `lr_scale` of 0 are frozen (`freeze`)
+    image_sizes          heights and widths of pictures that it is trained on beside its own
+
+    Raises ValueError for what the towers do not allow.
     """
+    for size in image_sizes:
+        allow_image_size(model.visual, size)
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
+    freeze(model, parameters)
     model.drop_patches(patch_dropout)
     if precision == "float64" and next(model.parameters()).dtype != torch.float64:
         model.double()  # `plan` converts before, since its tensors without values cannot be here

@@ -42,6 +42,7 @@ def load_shapes(
     projector: Sequence[int] = (),
     long_context: bool = False,
     text_rows: Sequence[str] = (),
+    image_size: int | None = None,
 ) -> Model:
     """Calls `load_towers` on the "meta" device: weights are not read, fetched, drawn or allocated.
 
@@ -56,8 +57,8 @@ def load_shapes(
         )
     with torch.device("meta"), _StayOnMeta():
         return load_towers(
-            name, text=text, projector=projector, long_context=long_context, load_weights=False,
-            text_rows=text_rows,
+            name, text=text, projector=projector, long_context=long_context,
+            image_size=image_size, text_rows=text_rows, load_weights=False,
         )  # fmt: skip
 
 

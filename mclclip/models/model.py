@@ -9,6 +9,7 @@ import copy
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -151,15 +152,28 @@ class Model(nn.Module):
     def layers_above(self, name: str) -> int:
         """Returns how many layers lie above a parameter in its tower, for layer-wise decay.
 
-        `name` is for example "clip.visual.ln_post.weight"; at the top it is 0. Raises ValueError
-        for towers without a layout.
+        `name` is for example "clip.visual.proj"; at the top it is 0. Raises ValueError for towers
+        without a layout.
+        """
+        tower, _, rest = self.tensor_names(name)[1].partition(".")
+        if tower == "image":
+            return self.layout.layers_above(rest)
+        return self.text_layout.layers_above(rest) if tower == "text" else 0
+
+    def tensor_names(self, name: str) -> tuple[str, str]:
+        """Returns the two names by which options find a parameter.
+
+        The first is that of the tensor in an export, such as "visual.proj" for "clip.visual.proj";
+        an adapter's is "visual.proj.lora_a". The second begins with the tower: "image.proj", or
+        "text.ln_final.bias" for "ln_final.bias". Parameters of no tower have one name, twice.
         """
         inside = name.removeprefix(f"{self.part}.")
-        if inside == name or inside.startswith("logit_"):
-            return 0
-        if inside.startswith("visual."):
-            return self.layout.layers_above(inside.removeprefix("visual."))
-        return self.text_layout.layers_above(inside.removeprefix("text."))
+        inside = re.sub(r"\.parametrizations\.(\w+)\.(0\.)?", r".\1.", inside)
+        if name.startswith(f"{self.part}.visual."):
+            return inside, f"image.{inside.removeprefix('visual.')}"
+        if not name.startswith(f"{self.part}.") or inside.startswith("logit_"):
+            return inside, inside
+        return inside, f"text.{inside.removeprefix('text.')}"
 
     def blocks(self) -> list[nn.Module]:
         """Returns the modules of all towers' blocks, which are sharded or compiled one by one.
@@ -201,7 +215,10 @@ class Model(nn.Module):
         return output
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
-        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph."""
+        """[B, C, H, W] -> [B, D], with `normalize` of unit length. Frozen blocks have no graph.
+
+        Pictures may have another size than `image_size`: positions are then resized (bicubic).
+        """
         frozen = self.num_frozen_blocks
         if self.first_block:
             whole = self.first_block > self.num_blocks  # then `images` are features already
@@ -210,7 +227,7 @@ class Model(nn.Module):
             with torch.no_grad():
                 hidden = self.encode_trunk(images, frozen)
             features = self.encode_tail(hidden, frozen)
-        elif self._recompute:
+        elif self._recompute or tuple(images.shape[-2:]) != towers.pair(self.image_size):
             features = self.encode_tail(images, 0)
         else:
             output = self.visual(towers.arrange(images, self.memory_format))

@@ -2,15 +2,15 @@
 
 Parameter groups have three fields besides those that the optimizer reads:
 
-    lr_scale     factor of layer-wise decay: the engine sets a group's rate to `lr * lr_scale`
+    lr_scale     factor of the learning rate: the engine sets a group's rate to `lr * lr_scale`
     max_value    upper bound of the parameters, which are set back to it after every step
     start_decay  decay towards the first weights, which the engine keeps and applies
 
-They follow from submodules of the trained module that have `upper_bounds` (parameter's name ->
-largest value) or `layers_above` (parameter's name -> number of layers above it), such as `Model`.
+`models.parameters` says which parameter has which.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,8 @@ import mclclip.util.torchvision_fix  # noqa: F401
 # isort: split
 import timm.optim
 
+from mclclip.models.parameters import settings
+from mclclip.models.patterns import ParameterConfig
 from mclclip.util.options import nearest
 
 Schedule = Literal["cosine", "constant"]
@@ -45,38 +47,30 @@ _NOT_RESUMABLE = ("kron", "madgrad")
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, layer_decay: float | None, start_decay: float
+    module: nn.Module,
+    weight_decay: float,
+    parameters: Sequence[ParameterConfig] = (),
+    start_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Groups a module's trainable parameters: those with weight decay, then those without.
+    """Groups a module's trainable parameters by their settings (see `models.parameters`).
 
-    Parameters with fewer than two dimensions (norms, biases, the class token, the logit scale) do
-    not decay. With `layer_decay` there are two such groups for each layer, the lowest rate first;
-    with `start_decay` parameters of models and of objectives lie in separate groups. Parameters
-    with an upper bound have groups of their own. Raises ValueError if nothing is trainable.
+    Groups with weight decay come before those without, and slow ones before fast ones. Parameters
+    with an upper bound have groups of their own, at the end. Raises ValueError if nothing is
+    trainable.
     """
-    inside = {f"{name}." if name else "": inner for name, inner in module.named_modules()}
-    bounds = {
-        f"{prefix}{name}": value
-        for prefix, inner in inside.items()
-        for name, value in getattr(inner, "upper_bounds", {}).items()
-    }
-    towers: dict[str, Any] = {p: m for p, m in inside.items() if hasattr(m, "layers_above")}
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    all_settings = settings(module, weight_decay, parameters, start_decay)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            prefix = next(filter(name.startswith, towers), None)
-            scale, pull = 1.0, 0.0 if prefix is None else start_decay
-            if layer_decay is not None and prefix is not None:
-                scale = layer_decay ** towers[prefix].layers_above(name.removeprefix(prefix))
-            key = (bounds.get(name, math.inf), scale, parameter.ndim < 2, pull)
+            of = all_settings[name]
+            key = (of.bound, of.lr_scale, not of.decays, of.start_decay, of.weight_decay)
             members.setdefault(key, []).append(parameter)
     if not members:
         raise ValueError("no parameter is trainable: unlock a part of the model")
     groups = []
     for key in sorted(members, key=lambda key: (key[0] != math.inf, *key)):
-        bound, scale, plain, pull = key
-        group = {"params": members[key], "weight_decay": 0.0 if plain else weight_decay}
-        group |= {} if layer_decay is None else {"lr_scale": scale}
+        bound, scale, _, pull, decay = key
+        group = {"params": members[key], "weight_decay": decay, "lr_scale": scale}
         group |= {"start_decay": pull} if start_decay else {}
         groups.append(group | ({} if bound == math.inf else {"max_value": bound}))
     return groups
@@ -90,7 +84,7 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.98),
     eps: float = 1e-6,
     momentum: float = 0.9,
-    layer_decay: float | None = None,
+    parameters: Sequence[ParameterConfig] = (),
     start_decay: float = 0.0,
     lr: float = 0.0,
 ) -> torch.optim.Optimizer:
@@ -102,8 +96,7 @@ def build_optimizer(
     Args:
         name: `adamw` (reads `betas`, `eps`), `lion` (`betas`), `lars` (`momentum`; it adapts only
             parameters with weight decay), or `timm:NAME` for any of timm's, with timm's settings.
-        layer_decay: each layer's learning rate is this factor times that of the layer above it;
-            parameters above the last block of a tower have the full rate, as in BEiT and timm.
+        parameters: learning rates and weight decay by patterns of names.
         start_decay: field `start_decay` of groups with a model's parameters; other groups have 0.
         lr: the peak learning rate. The engine sets the rate at every step, but some of timm's
             optimizers store the first one.
@@ -111,9 +104,9 @@ def build_optimizer(
     Raises ValueError for an unknown name, for an optimizer that cannot be resumed or is not
     installed, and if nothing is trainable.
     """
-    groups = parameter_groups(module, weight_decay, layer_decay, start_decay)
+    groups = parameter_groups(module, weight_decay, parameters, start_decay)
     for group in groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr * group["lr_scale"]
     optimizer: torch.optim.Optimizer
     if name == "adamw":
         # fused: one pass over the parameters; the default took a third of a small model's step.

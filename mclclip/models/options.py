@@ -46,6 +46,10 @@ class ModelConfig:
     """False: the image tower alone, for objectives that read no captions. A config without
     ``text_cfg`` has no text tower anyway; its ``vision_cfg`` may name a backbone of timm or
     torchvision."""
+    image_size: PositiveInt | None = None
+    """Height and width of the pictures in pixels, in place of the model's own. Position embeddings
+    are resized to the new number of patches, in the image tower and in a ResNet's attention pool.
+    Patches (a ResNet's 32 pixels) have to divide it. Null: the model's own."""
     long_context: bool = False
     """Stretch the context of open_clip's own text towers from 77 to 248 tokens, the most: the
     positions after the first 20 become four times as many (Long-CLIP). A text of up to 20 tokens
@@ -74,6 +78,12 @@ class ModelConfig:
                 f"text_rows stands in the place of the text tower, and {option} is about that "
                 "tower: leave one out"
             )
+
+    @property
+    def of_towers(self) -> dict[str, Any]:
+        """Arguments of ``load_towers`` that say which towers a model has, and in which shapes."""
+        names = ("text", "long_context", "image_size", "text_rows")
+        return {name: getattr(self, name) for name in names}
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.models import weights
+from mclclip.models import towers, weights
 from mclclip.util import files
 
 log = logging.getLogger("mclclip")
@@ -32,6 +32,8 @@ _TOWERS = {"visual", "text"}  # begin the names of one tower, and are no prefix 
 _CONSTANTS = {"input_resolution", "context_length", "vocab_size"}  # beside OpenAI's tensors
 # Errors of torch.load for a file that it cannot read.
 _NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
+# Names of positions in an image tower: a ViT's of open_clip and of timm, a ResNet's in its pool.
+PICTURE_POSITIONS = {"positional_embedding", "trunk.pos_embed", "attnpool.positional_embedding"}
 _MOST_EXTRA_POSITIONS = 8  # class token and registers before the grid of an image tower
 
 
@@ -198,16 +200,12 @@ def _resize_positions(
     causal text tower keeps the first ones unchanged, since each position has its own meaning there.
     Raises ValueError if a causal text tower needs more positions than the file has.
     """
-    for name in ("visual.positional_embedding", "visual.trunk.pos_embed"):
-        if _differ_in_number(tensors.get(name), state.get(name)):
-            resized = _resize_grid(tensors[name], state[name], clip.visual)
-            if resized is not None:
-                before, after = tensors[name].shape[-2], state[name].shape[-2]
-                log.info("%s: %d positions of pictures are resized to %d", file, before, after)
-                tensors[name] = resized
+    resize_picture_positions(clip.visual, tensors, file, "visual.")
     text = getattr(clip, "text", clip)
     for name in ("positional_embedding", "text.positional_embedding"):
-        if not _differ_in_number(tensors.get(name), state.get(name)):
+        if name not in tensors or name not in state:
+            continue
+        if not _differ_in_number(tensors[name].shape, state[name].shape):
             continue
         before, after = len(tensors[name]), len(state[name])
         if getattr(text, "attn_mask", None) is None:
@@ -225,17 +223,38 @@ def _resize_positions(
             )
 
 
-def _differ_in_number(saved: Tensor | None, ours: Tensor | None) -> bool:
-    if saved is None or ours is None or saved.ndim != ours.ndim:
-        return False
-    return saved.shape[-2] != ours.shape[-2] and saved.shape[-1] == ours.shape[-1]
+def resize_picture_positions(
+    visual: nn.Module, tensors: dict[str, Tensor], file: Path, prefix: str = ""
+) -> None:
+    """Changes the number of an image tower's positions in ``tensors`` to that of ``visual``, in
+    place, with a line in the log. ``prefix`` begins the tower's names in ``tensors``."""
+    state = visual.state_dict()
+    for name in PICTURE_POSITIONS & state.keys():
+        saved, ours = tensors.get(prefix + name), state[name]
+        if saved is None or not is_resized(name, saved.shape, ours.shape):
+            continue
+        resized = _resize_grid(saved, ours, visual)
+        if resized is not None:
+            before, after = saved.shape[-2], ours.shape[-2]
+            log.info("%s: %d positions of pictures are resized to %d", file, before, after)
+            tensors[prefix + name] = resized
+
+
+def is_resized(name: str, saved: Sequence[int], ours: Sequence[int]) -> bool:
+    """Returns True if an image tower's tensor ``name`` holds positions, whose number alone differs
+    between the shapes of a file's (``saved``) and of the tower's (``ours``)."""
+    return name in PICTURE_POSITIONS and _differ_in_number(saved, ours)
+
+
+def _differ_in_number(saved: Sequence[int], ours: Sequence[int]) -> bool:
+    return len(saved) == len(ours) and saved[-2] != ours[-2] and saved[-1] == ours[-1]
 
 
 def _resize_grid(saved: Tensor, ours: Tensor, visual: nn.Module) -> Tensor | None:
     """Resizes positions [(1,) k + n, D] of a square grid of n patches to those of the model `ours`.
 
-    As in open_clip, the interpolation is bicubic with antialiasing, and the k positions that belong
-    to no patch (class token, registers) stay. None if the numbers fit no grid.
+    The k positions that belong to no patch (class token, registers) stay. None if the numbers fit
+    no grid.
     """
     rows = saved.reshape(-1, saved.shape[-1]).float()
     side = math.isqrt(len(rows))
@@ -244,9 +263,5 @@ def _resize_grid(saved: Tensor, ours: Tensor, visual: nn.Module) -> Tensor | Non
     height, width = grid or 2 * (math.isqrt(max(number - extra, 0)),)
     if extra > _MOST_EXTRA_POSITIONS or height * width + extra != number or not side:
         return None
-    patches = rows[extra:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
-    patches = functional.interpolate(
-        patches, (height, width), mode="bicubic", antialias=True, align_corners=False
-    )
-    patches = patches.permute(0, 2, 3, 1).reshape(height * width, -1)
-    return torch.cat([rows[:extra], patches]).reshape(ours.shape).to(saved.dtype)
+    resized = towers.resize_positions(rows, (side, side), (height, width))
+    return resized.reshape(ours.shape).to(saved.dtype)

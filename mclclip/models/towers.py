@@ -6,13 +6,16 @@ Freezing, layer-wise decay, adapters and the split into trunk and tail all use o
 tower. This file imports neither open_clip nor timm.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
@@ -32,12 +35,15 @@ class TowerLayout:
                 residual block after it
     norm        the final norm
     projection  everything else after the last block: poolings with weights, and projections
+    layers      the layers of layer-wise decay, from the input on; empty: the embedding, each block
+                (the last one with the final norm), and the projection
     """
 
     embedding: Names
     blocks: tuple[Names, ...]
     norm: Names
     projection: Names
+    layers: tuple[Names, ...] = field(default=(), kw_only=True)
 
     def check_number(self, number: int, option: str, tower: str, others: str = "") -> None:
         """Raises ValueError if an option's `number` of blocks is below 0 or above the tower's.
@@ -72,20 +78,22 @@ class TowerLayout:
     def layers_above(self, name: str) -> int:
         """Returns how many layers lie above the tensor `name`, for layer-wise decay.
 
-        It is 0 after the blocks, 1 in the last block, and number of blocks + 1 in the embedding.
+        The layers are those of open_clip's `layer_groups` and of timm's `group_matcher`.
         """
-        for number, block in enumerate((self.embedding, *self.blocks)):
-            if belongs(name, block):
-                return len(self.blocks) + 1 - number
-        return 0
+        last = tuple(name for block in self.blocks[-1:] for name in block) + self.norm
+        layers = self.layers or (self.embedding, *self.blocks[:-1], last, self.projection)
+        layers = tuple(filter(None, layers))
+        above = (len(layers) - 1 - n for n, parts in enumerate(layers) if belongs(name, parts))
+        return next(above, 0)
 
     def count_without(self, names: Iterable[str]) -> int:
         """Returns how many first blocks hold none of the tensors `names`.
 
         It is 0 if the embedding holds one.
         """
-        layers = [len(self.blocks) + 1 - self.layers_above(name) for name in names]
-        return min([len(self.blocks), *(max(layer - 1, 0) for layer in layers)])
+        parts = (self.embedding, *self.blocks)
+        holders = (n for name in names for n, part in enumerate(parts) if belongs(name, part))
+        return max(min(holders, default=len(parts)) - 1, 0)
 
     def block_modules(self, tower: nn.Module) -> list[nn.Module]:
         """Returns the modules of the blocks that have parameters, in order.
@@ -236,6 +244,49 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)
 
 
+def resize_positions(rows: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
+    """Resizes position embeddings [k + h w, D] of a grid (h, w) to [k + h' w', D].
+
+    As in open_clip and timm the interpolation is bicubic with antialiasing, and the first k rows,
+    which belong to no patch (class token, registers), stay.
+    """
+    if before == after:
+        return rows
+    extra = len(rows) - before[0] * before[1]
+    patches = rows[extra:].reshape(1, *before, -1).permute(0, 3, 1, 2)
+    patches = functional.interpolate(
+        patches, after, mode="bicubic", antialias=True, align_corners=False
+    )
+    return torch.cat([rows[:extra], patches.permute(0, 2, 3, 1).flatten(0, 2)])
+
+
+@contextmanager
+def resized_positions(
+    module: nn.Module, name: str, before: Sequence[int], after: Sequence[int]
+) -> Iterator[None]:
+    """Within the block, a module's parameter `name` of positions has those of the grid `after`.
+
+    They are a linear function of the parameter, which gets their gradient. A product with its
+    matrix has one order of sums on a GPU, which the gradient of an interpolation has not.
+    """
+    positions = getattr(module, name)
+    if tuple(before) == tuple(after) or positions is None:
+        yield
+        return
+    rows = positions.reshape(-1, positions.shape[-1])
+    number = before[0] * before[1]
+    each = torch.eye(number, dtype=rows.dtype, device=rows.device)
+    matrix = resize_positions(each, (before[0], before[1]), (after[0], after[1]))
+    extra = len(rows) - number
+    resized = torch.cat([rows[:extra], matrix @ rows[extra:]])
+    # An attribute of the module itself comes before its parameter of this name.
+    vars(module)[name] = resized.reshape(*positions.shape[:-2], *resized.shape)
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+
+
 # --- open_clip's own towers, and text towers -------------------------------------------------
 
 
@@ -249,8 +300,15 @@ def vision_transformer_layout(tower: Any) -> ImageLayout:
         projection=present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
         finish=_finish_vision_transformer,
         pooled_dim=int(tower.ln_post.normalized_shape[0]),
-        start=lambda tower, images: (tower._embeds(images), None),
+        start=_start_vision_transformer,
     )
+
+
+def _start_vision_transformer(tower: Any, images: Tensor) -> tuple[Tensor, None]:
+    sides = zip(images.shape[-2:], tower.patch_size, strict=True)
+    grid = tuple(int(side) // patch for side, patch in sides)
+    with resized_positions(tower, "positional_embedding", tower.grid_size, grid):
+        return tower._embeds(images), None
 
 
 def _finish_vision_transformer(tower: Any, hidden: Tensor, project: bool) -> Tensor:
@@ -271,12 +329,21 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         blocks=(stem, *residual),
         norm=(),
         projection=("attnpool",),
-        finish=lambda tower, hidden, _: tower.attnpool(hidden),
+        finish=_finish_resnet,
         pooled_dim=None,
         steps=lambda tower, _: [
             tower.stem, *(tower.get_submodule(name) for (name,) in residual)
         ],
+        layers=(stem, *((f"layer{i}",) for i in range(1, 5)), ("attnpool",)),
     )  # fmt: skip
+
+
+def _finish_resnet(tower: Any, hidden: Tensor, _: bool) -> Tensor:
+    side = math.isqrt(len(tower.attnpool.positional_embedding) - 1)
+    grid = tuple(hidden.shape[-2:])
+    with resized_positions(tower.attnpool, "positional_embedding", (side, side), grid):
+        pooled: Tensor = tower.attnpool(hidden)
+    return pooled
 
 
 def text_layout(tower: nn.Module) -> TowerLayout:

@@ -20,7 +20,7 @@ import timm
 import torch
 from torch import Tensor
 
-from mclclip.models import config_check, transformers_layout, weights
+from mclclip.models import config_check, state_dicts, transformers_layout, weights
 from mclclip.util import files
 from mclclip.util.options import brief
 
@@ -232,8 +232,10 @@ def _timm_tower(vision: Mapping[str, Any], where: Path) -> dict[str, Any]:
     Of several, one with the same activation is preferred. Raises ValueError if there is none.
     """
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "image_size", "patch_size")  # fmt: skip
-    names = timm.list_models(f"vit_*_patch{vision['patch_size']}_siglip_{vision['image_size']}")
+             "patch_size")  # fmt: skip
+    patches = f"vit_*_patch{vision['patch_size']}_siglip_"
+    # Every tower of timm can be set to another image size; one that is built for it comes first.
+    names = timm.list_models(f"{patches}{vision['image_size']}") or timm.list_models(f"{patches}*")
     fitting = {}
     for name in names:
         with torch.device("meta"):
@@ -444,4 +446,5 @@ def fill(clip: Any, directory: Path) -> None:
     ours = {name: state[full] for name, full in full_names.items()}
     tensors = transformers_layout.rename_back(ours, theirs, table)
     tensors = {full_names[name]: tensor for name, tensor in tensors.items()}
+    state_dicts.resize_picture_positions(clip.visual, tensors, directory, "visual.")
     weights.fill(clip, tensors, f"in {directory}")

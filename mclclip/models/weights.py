@@ -41,7 +41,7 @@ CONCAT_WEIGHTS = "concat_model.safetensors"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _MOST_HEADER_BYTES = 1 << 24  # 10,000 tensors, more than published models have, take 2 MB
 _TOKENIZER_DATA = (".json", ".txt", ".model")
-_KINDS = ("export", "concat", "soup")
+_KINDS = ("export", "teacher", "concat", "soup")
 T = TypeVar("T")
 
 

@@ -10,12 +10,9 @@ A configuration names one objective, or a list of them whose weighted losses are
 
 from __future__ import annotations
 
-import functools
 import importlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -23,7 +20,7 @@ import numpy.typing as npt
 import torch
 from pydantic import PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveFloat
+from pydantic.types import NonNegativeFloat
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
@@ -34,7 +31,17 @@ from mclclip.util.options import STRICT, nearest, with_prefix
 
 ENTRY_POINTS = "mclclip.objectives"
 # Kinds whose module has another name.
-_MODULES = {"mlc": "mlcd", "single_label": "mlcd"}
+_MODULES = {"mlc": "mlcd", "preserve": "distill", "single_label": "mlcd"}
+
+
+What = Literal["image_features", "text_features", "model"]
+"""What is read of a frozen encoder."""
+
+
+def stored_name(encoder: str | None, what: str) -> str:
+    """Returns the name of an encoder's stored embeddings in a batch, such as
+    ``base_image_features`` for stage 0's."""
+    return f"base_{what}" if encoder is None else f"{encoder}/{what}"
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,13 @@ class Reads:
     threshold        clusters of a smaller similarity are left out, but for the nearest (None: none)
     attribute        attribute of the samples that is their class, as data.sources names them, such
                      as ``shape`` (None: none); samples without it are left out
-    digests          ``contrast.DIGESTS``, which tell equal captions and pictures
-    base             what is read of stage 0: its stored embeddings, which come as the batch's
-                     extras ``base_image_features`` and ``base_text_features``; or the ``model``
-                     itself. The training starts from stage 0's weights
+    encoders         what is read of frozen encoders, as pairs of an encoder (NAME@TAG or a folder;
+                     None: that of stage 0) and what: stored embeddings, which come as the batch's
+                     extras by the names of `stored_name`; or the ``model`` itself
+    near_start       the objective holds the model near stage 0, from whose weights it starts
+    near_copies      options of samples that are no negatives (`near_copies.NearCopies`); digests
+                     tell them, or stage 0's embeddings
+    widths           widths that are trained beside the whole width of the features
     edits            options of edited captions, which are wrong for their pictures; they come as
                      the batch's extras ``edited_text`` and ``has_edit``, or, if text embeddings are
                      stored, as ``edited_features``
@@ -76,17 +86,50 @@ class Reads:
     drawn: float | None = None
     threshold: float | None = None
     attribute: str | None = None
-    digests: bool = False
-    base: frozenset[Literal["image_features", "text_features", "model"]] = frozenset()
+    encoders: frozenset[tuple[str | None, What]] = frozenset()
+    near_start: bool = False
+    near_copies: frozenset[Any] = frozenset()
+    widths: frozenset[int] = frozenset()
     edits: Any = None
     follows_weights: bool = False
     queue_size: int = 0
     changes_pixels: bool = False
 
     @property
+    def stored(self) -> dict[str, tuple[str | None, What]]:
+        """The stored embeddings by the names of the batch's extras, each with encoder and what."""
+        pairs = sorted(self.encoders, key=lambda pair: (pair[0] or "", pair[1]))
+        return {stored_name(*pair): pair for pair in pairs if pair[1] != "model"}
+
+    @property
+    def needs_stage_0(self) -> bool:
+        """True if stage 0's encoder is read, or the training starts from its weights."""
+        return self.near_start or bool(self.of_stage_0)
+
+    @property
+    def of_stage_0(self) -> list[What]:
+        """What is read of stage 0's encoder."""
+        return [what for encoder, what in self.encoders if encoder is None]
+
+    @property
+    def of_encoders(self) -> list[What]:
+        """What is read of any encoder."""
+        return [what for _, what in self.encoders]
+
+    @property
+    def teachers(self) -> list[str]:
+        """The encoders that are read, but for that of stage 0, in order."""
+        return sorted({encoder for encoder, _ in self.encoders if encoder is not None})
+
+    @property
     def num_classes_per_sample(self) -> int:
         """Columns of a batch's ``classes``; 0 if it has none."""
         return 1 if self.attribute is not None else self.clusters
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Names of a batch's extras that tell equal captions and pictures; none if not read."""
+        return frozenset[str]().union(*(near.digests for near in self.near_copies))
 
     @classmethod
     def of_all(cls, every: Sequence[Reads]) -> Reads:
@@ -114,6 +157,20 @@ class Classes(Protocol):
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A frozen encoder whose features an objective compares with those of the model.
+
+    width        of its features
+    logit_scale  None if it has none
+    load         returns the encoder (``models.encoder.Encoder``), on the CPU
+    """
+
+    width: int
+    logit_scale: float | None
+    load: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class ObjectiveInputs:
     """The model, ranks and classes that an objective is built for.
 
@@ -121,6 +178,7 @@ class ObjectiveInputs:
     seed         differs from stage to stage
     betas, eps   ``train.betas`` and ``train.eps``, for objectives with an optimizer of their own
     classes      given if the objective reads clusters or an attribute
+    teacher      returns an encoder of ``Reads.encoders``
     shapes_only  True while `--plan` counts memory: initial values are not needed, and no file must
                  be read for them
     """
@@ -132,6 +190,7 @@ class ObjectiveInputs:
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     classes: Classes | None = None
+    teacher: Callable[[str | None], Teacher] | None = None
     shapes_only: bool = False
 
     @property
@@ -248,8 +307,8 @@ class ObjectiveOptions:
     """Options of an objective; ``kind`` says of which."""
 
     kind: str
-    weight: PositiveFloat = 1.0
-    """Factor of its loss in a list of objectives."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of its loss in a list of objectives; with 0 it is only measured."""
 
     @property
     def reads(self) -> Reads:
@@ -375,14 +434,8 @@ class ObjectiveSum(Objective):
 
 def kinds() -> list[str]:
     """Returns every kind that a configuration may name, of this folder and of other packages."""
-    others = _plugins(tuple(sys.path)).names
+    others = shipped.installed(ENTRY_POINTS).names
     return sorted({*shipped.plugins("objectives"), *_MODULES, *others})
-
-
-@functools.cache
-def _plugins(path: tuple[str, ...]) -> EntryPoints:
-    """Returns the entry points of other packages' objectives, found on ``sys.path``."""
-    return entry_points(group=ENTRY_POINTS)
 
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
@@ -391,7 +444,7 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
     if kind not in kinds():
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
-    if points := _plugins(tuple(sys.path)).select(name=kind):
+    if points := shipped.installed(ENTRY_POINTS).select(name=kind):
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:

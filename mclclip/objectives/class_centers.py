@@ -33,13 +33,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from mclclip.objectives.row_losses import choose_no_autocast, refuse_second_derivative
+from mclclip.objectives.products import EXACT, Products
+from mclclip.objectives.row_losses import refuse_second_derivative
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import SINGLE, Context, not_compiled, to_device
+from mclclip.ranks.process_group import SINGLE, Context, choose_no_autocast, not_compiled, to_device
 from mclclip.ranks.sharded_rows import ShardedRows
-from mclclip.util.pair_products import pair_products
+from mclclip.util.pair_products import pair_products, starts_of, weighted_sums
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
 InitialRows = Callable[[int, int], Tensor]
@@ -273,6 +273,7 @@ def class_sums(
     scale: float,
     margin: Margin,
     tile: int | None = None,
+    products: Products = EXACT,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Returns log P and log N of every row of the global batch, and figures to log.
 
@@ -284,6 +285,7 @@ def class_sums(
         scale: multiplier of cosines.
         margin: of positive cosines.
         tile: rows and classes of the scores that are computed at a time.
+        products: of features and negative class centers, and of their gradients.
 
     Returns:
         log P and log N, [B] each, the same on every rank, differentiable once. Every rank computes
@@ -295,7 +297,7 @@ def class_sums(
     with choose_no_autocast(features.device):
         every = collectives.gather(labels.cpu().int()).long()
         size = tile or (2048 if features.device.type == "cpu" else 8192)
-        batch = _ClassBatch(centers, every, scale, margin, size)
+        batch = _ClassBatch(centers, every, scale, margin, size, products)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
     return log_p, log_n, batch.counted, batch.figures
 
@@ -347,9 +349,11 @@ class _ClassBatch:
     """
 
     def __init__(
-        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int
-    ) -> None:
+        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int,
+        products: Products,
+    ) -> None:  # fmt: skip
         self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
+        self.products = products
         self.shape, rows = labels.shape, centers.rows
         self.figures: dict[str, Tensor] = {}
         moved = partial(to_device, device=rows.device)
@@ -414,14 +418,15 @@ class _ClassBatch:
         """Yields, for blocks of m negatives: their unit class centers [m, D], their positions [m]
         among the touched, and an iterator over tiles of ``features``, which gives the rows of a
         tile and their scores [r, m], valid until the next tile."""
-        scaled = features * self.scale
+        scaled = self.products.factor(features * self.scale)
         count = min(self.tile, len(scaled)) * min(self.tile, len(self.of_negatives))
         memory = features.new_empty(count)
         for block, first in enumerate(range(0, len(self.of_negatives), self.tile)):
             positions = self.of_negatives[first : first + self.tile]
             centers = self.centers.rows.index_select(0, self.touched[positions])
             centers.mul_(self.inverse[positions, None])
-            yield centers, positions, self._scores(scaled, centers, block, memory)
+            factor = self.products.factor(centers)
+            yield centers, positions, self._scores(scaled, factor, block, memory)
 
     def _scores(
         self, scaled: Tensor, centers: Tensor, block: int, memory: Tensor
@@ -431,7 +436,7 @@ class _ClassBatch:
             rows = slice(start, start + self.tile)
             shape = len(scaled[rows]), len(centers)
             scores = memory[: shape[0] * shape[1]].view(shape)
-            torch.mm(scaled[rows], centers.T, out=scores)
+            self.products.multiply(scaled[rows], centers.T, out=scores)
             first, stop = self._ends[number], self._ends[number + 1]
             if first < stop:  # a row's own positives are no negatives of it
                 row, column = (index[first:stop] for index in self._drawn)
@@ -472,29 +477,15 @@ class _ClassBatch:
         """Adds the gradients through N to ``of_features`` [B, D] and ``of_centers`` [t, D]."""
         # An empty sum: inf, so that exp(score - log_n) is 0.
         log_n = log_n.masked_fill(log_n == float("-inf"), float("inf"))
-        weights = self.scale * grad_n
+        weights, factor = self.scale * grad_n, self.products.factor(features)
         for centers, positions, tiles in self._negative_blocks(features):
-            grad = torch.zeros_like(centers)
+            grad, of_block = torch.zeros_like(centers), self.products.factor(centers)
             for rows, scores in tiles:
                 shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
-                of_features[rows].addmm_(shares, centers)
-                grad.addmm_(shares.T, features[rows])
+                shares = self.products.factor(shares)
+                of_features[rows] += self.products.multiply(shares, of_block)
+                grad += self.products.multiply(shares.T, factor[rows])
             along = (grad * centers).sum(dim=1, keepdim=True)
             grad.addcmul_(centers, along, value=-1.0)
             grad.mul_(self.inverse[positions, None] / self.centers.loss_scale)
             of_centers.index_add_(0, positions, grad)  # exact, since no position comes twice
-
-
-def starts_of(counts: Tensor) -> Tensor:
-    """Returns where each of n runs of these lengths starts, and where the last ends, [n + 1]."""
-    return functional.pad(counts.cumsum(0), (1, 0))
-
-
-def weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Returns rows i: the sum of ``weights[p] * table[ids[p]]`` for p in starts[i]..starts[i + 1].
-
-    Rows of ``table`` are not copied, and always added in the same order.
-    """
-    return functional.embedding_bag(
-        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
-    )

@@ -6,13 +6,19 @@ Between views, each view looks for its other view among both views of all images
 global batch of B images has 2B - 2 negatives (NT-Xent of SimCLR).
 
 The group mask is Eq. 3 of MCL: sample q is a negative of sample p if both have the same pseudo
-label, and q is not p itself. ``Contrast.pairs`` says which samples are negatives of which; an
-option that masks more of them begins there.
+label, and q is not p itself. ``Contrast.pairs`` says which samples are negatives of which, and
+``near_copies`` leaves more of them out (`near_copies`).
+
+With ``widths`` a loss is the mean over widths: each sees the first numbers of the features alone,
+at unit length, and the last width is the whole of them. What such a model says in 64 numbers is
+then nearly as good as what it says in all, and ``mclclip export --width 64`` cuts it.
 
 Sources: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
 (CLIP, 2021), arXiv:2103.00020; Chen et al., "A Simple Framework for Contrastive Learning of Visual
 Representations" (SimCLR, 2020), arXiv:2002.05709; Zhang et al., "Learning the Unlearned: Mitigating
-Feature Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816.
+Feature Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816. Widths: Kusupati et al.,
+"Matryoshka Representation Learning" (NeurIPS 2022), arXiv:2205.13147, Eq. 1, as a mean instead of a
+sum.
 
 A loss multiplies cosines by the logit scale, which is one over the temperature. The temperature is
 fixed, follows a schedule, is trained, or is the model's own. The schedule is that of Kukleva et
@@ -22,16 +28,18 @@ arXiv:2303.13664. Their code counts epochs from 1; here the first epoch is 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveFloat
+from pydantic.types import PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mclclip.objectives.base import (
     BatchFields,
@@ -42,17 +50,15 @@ from mclclip.objectives.base import (
     Reads,
     Stepping,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, count_columns, to_fp32
+from mclclip.objectives.near_copies import NearCopies, count_near, pairs_of
+from mclclip.objectives.pairs import TILE, Pairs
+from mclclip.objectives.row_losses import to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.options import STRICT
 
 Between = Literal["captions", "views"]
 WhichDirections = Literal["both", "images", "texts"]
-EqualCaptions = Literal["negatives", "masked", "positives"]
-DIGESTS = ("caption_digest", "picture_digest")
-"""The extras of a batch that ``Reads.digests`` asks for, int64 [b] each. Samples with the same
-caption (after open_clip's cleaning) or the same bytes of a picture have equal digests."""
 _FEATURES = {
     "captions": ("image_features", "text_features"),
     "views": ("image_features", "image_features_1"),
@@ -192,6 +198,13 @@ class ContrastOptions(ObjectiveOptions):
     """Divisor of cosines: a number; ``{schedule: cosine, min, max, half_period, per}``;
     ``{learnable: true, start, max_scale}``; or null: the model's logit scale between captions, 0.5
     between views."""
+    near_copies: NearCopies | None = None
+    """Samples whose captions or pictures are so alike that they are no negatives, such as
+    ``{threshold: 0.95}`` (null: all others are negatives, as in open_clip)."""
+    widths: tuple[PositiveInt, ...] = ()
+    """Trains the first so many numbers of the features too, such as ``[64, 128, 256]``, so that
+    exports may be cut to them (Matryoshka); the whole width is always trained."""
+    takes_positives: ClassVar[bool] = False  # whether near copies may be positives
 
     @property
     def between(self) -> Between:
@@ -199,25 +212,33 @@ class ContrastOptions(ObjectiveOptions):
         raise NotImplementedError(f"{type(self).__name__} does not say what it compares")
 
     @property
-    def equal_captions(self) -> EqualCaptions:
-        """Role of samples with equal captions or pictures for each other; a field in losses of
-        captions."""
-        return "negatives"
+    def near(self) -> NearCopies | None:
+        """``near_copies`` with what is compared filled in. Raises ValueError for what a loss of
+        views cannot compare."""
+        views = self.between == "views"
+        return None if self.near_copies is None else self.near_copies.resolved(views=views)
 
     def __post_init__(self) -> None:
-        refuse_equal_captions_of_views(self.equal_captions, self.between)
+        if (near := self.near) and near.role == "positives" and not self.takes_positives:
+            raise ValueError(
+                "near_copies.role=positives is for kind=info_nce and kind=sigmoid, and kind="
+                f"{self.kind} can mask near copies alone: set role=masked"
+            )
+        check_ascending(self.widths)
 
     @property
     def reads(self) -> Reads:
         """Reads groups; two views, or captions, with the model's logit scale if no temperature is
-        given; digests if equal captions are not negatives."""
-        captions = self.between == "captions"
+        given; what near copies are told by."""
+        captions, near = self.between == "captions", self.near
         return Reads(
             num_views=1 if captions else 2,
             captions=captions,
             logit_scale=captions and self.temperature is None,
             groups=True,
-            digests=self.equal_captions != "negatives",
+            near_copies=frozenset([near] if near else []),
+            encoders=near.encoders if near else frozenset(),
+            widths=frozenset(self.widths),
         )
 
     def new_temperature(self, inputs: ObjectiveInputs) -> Temperature:
@@ -225,14 +246,38 @@ class ContrastOptions(ObjectiveOptions):
         between_views = self.temperature is None and self.between == "views"
         return Temperature(0.5 if between_views else self.temperature, inputs.dtype)
 
+    def how(self, inputs: ObjectiveInputs) -> dict[str, Any]:
+        """Returns the arguments of ``Contrast`` that these options give. Raises ValueError if
+        ``widths`` exceed the model's."""
+        check_width(self.widths, inputs.model.feature_dim)
+        temperature = self.new_temperature(inputs)
+        return {"temperature": temperature, "near": self.near, "widths": self.widths}
 
-def refuse_equal_captions_of_views(equal_captions: EqualCaptions, between: Between) -> None:
-    """Raises ValueError if ``equal_captions`` is set for a loss that reads no captions."""
-    if between == "views" and equal_captions != "negatives":
+
+def check_ascending(widths: Sequence[int]) -> None:
+    """Raises ValueError unless each of the ``widths`` is larger than the one before."""
+    if any(two <= one for one, two in itertools.pairwise(widths)):
         raise ValueError(
-            f"equal_captions={equal_captions} is for between=captions, and views read none: leave "
-            "it out"
+            f"widths={list(widths)} do not ascend: wanted each larger than the one before, such as "
+            "[64, 128, 256]"
         )
+
+
+def check_width(widths: Sequence[int], dim: int) -> None:
+    """Raises ValueError if the ``widths`` exceed ``dim``, that of the model's features."""
+    if max(widths, default=0) > dim:
+        raise ValueError(
+            f"objective.widths={list(widths)} exceed the width of the model's features, {dim}: "
+            "leave out those above it"
+        )
+
+
+def cut(features: Tensor, width: int) -> Tensor:
+    """Returns the first ``width`` numbers of features [b, D], at unit length; of the whole width
+    the same tensor. Features of zeros keep them."""
+    if width == features.shape[1]:
+        return features
+    return functional.normalize(features[:, :width], dim=1)
 
 
 @dataclass(frozen=True)
@@ -258,7 +303,8 @@ class Contrast(Objective):
 
     The similarity matrix is computed in tiles of at most ``tile`` rows and columns, so that memory
     is linear in the batch; the result does not depend on ``tile``. ``which`` leaves out one of the
-    directions between captions.
+    directions between captions. ``near``: options of near copies, with ``of`` filled in. ``widths``
+    are trained beside the whole width.
     """
 
     def __init__(
@@ -268,11 +314,12 @@ class Contrast(Objective):
         *,
         which: WhichDirections = "both",
         tile: int = TILE,
-        equal_captions: EqualCaptions = "negatives",
+        near: NearCopies | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.between, self.which, self.tile = between, which, tile
-        self.equal_captions = equal_captions
+        self.near, self.widths = near, tuple(widths)
         self.names: tuple[str, ...] = _FEATURES[between]
         self.temperature = temperature or Temperature()
 
@@ -290,29 +337,37 @@ class Contrast(Objective):
                 ranks have the same b. Other ranks' features are gathered with their gradient.
                 `logit_scale`: a scalar, already exponentiated, if the temperature is the model's.
             batch: `group_ids` [b, 1], the group of each sample at this step (`BatchFields`);
-                `sample_id` [b]; repeated samples are never each other's negatives. The extras
-                `caption_digest` and `picture_digest` [b] if equal captions are not negatives.
+                `sample_id` [b]; repeated samples are never each other's negatives. What near
+                copies are told by: the extras `caption_digest` and `picture_digest` [b], or
+                `base_image_features` and `base_text_features` [b, D'].
 
         Returns:
-            `loss`: mean over this rank's queries and the directions, a scalar. Its mean over the
-            ranks is the global loss, and averaging gradients over ranks, as DDP does, gives the
-            global gradient. `rows_without_negatives`: number of samples of the global batch that
-            have no negative, and therefore loss 0 and gradient 0. This and other counts are of the
-            first direction: images, first views, or texts where they alone are queries.
-            `equal_captions`, where digests are read: number of pairs of samples of a group with
-            equal captions or pictures. `logit_scale`, and `temperature`, one over it.
+            `loss`: mean over this rank's queries, the directions and the widths, a scalar. Its mean
+            over the ranks is the global loss, and averaging gradients over ranks, as DDP does,
+            gives the global gradient. `rows_without_negatives`: number of samples of the global
+            batch that have no negative, and therefore loss 0 and gradient 0. It is of the first
+            direction, as other counts are: images, first views, or texts if they alone are queries.
+            `near_copies`, where they are no negatives: how many the samples of the global batch
+            have, each its own. `loss_at_WIDTH` of every width that is trained beside the whole one.
+            `logit_scale`, and `temperature`, one over it.
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
         sides = [to_fp32(features[name]) for name in self.names]
         scale = self.temperature.scale(sides[0], features.get("logit_scale"))
         pairs = self.pairs(batch)
-        results = [self.loss_per_query(each) for each in self.directions(sides, pairs, scale)]
-        _, counted = results[0]
+        by_width: dict[int, Tensor] = {}
+        for width in dict.fromkeys([*self.widths, sides[0].shape[1]]):
+            directions = self.directions([cut(side, width) for side in sides], pairs, scale)
+            results = [self.loss_per_query(each) for each in directions]
+            by_width[width] = torch.stack([losses.mean() for losses, _ in results]).mean()
+        _, counted = results[0]  # the counts of all widths are the same
+        *narrow, _ = by_width
         return {
-            "loss": torch.stack([losses.mean() for losses, _ in results]).mean(),
+            "loss": torch.stack([*by_width.values()]).mean() if narrow else by_width[width],
+            **{f"loss_at_{each}": by_width[each].detach() for each in narrow},
             **{name: collectives.all_reduce_sum(rows.sum()) for name, rows in counted.items()},
-            **(count_equal(pairs) if pairs.digests else {}),
+            **(count_near(pairs) if self.near else {}),
             "logit_scale": scale,
             "temperature": 1.0 / scale.detach(),
         }
@@ -327,13 +382,7 @@ class Contrast(Objective):
 
     def pairs(self, batch: BatchFields) -> Pairs:
         """Returns which samples of all ranks are negatives of which of this rank's samples."""
-        digests = DIGESTS if self.equal_captions != "negatives" else ()
-        return Pairs.over_ranks(
-            batch.group_ids[:, 0],
-            batch.sample_id,
-            self.tile,
-            [batch.extras[name] for name in digests],
-        )
+        return pairs_of(batch, self.tile, self.near)
 
     def directions(self, sides: Sequence[Tensor], pairs: Pairs, scale: Tensor) -> list[Direction]:
         """Returns the directions between ``sides``, this rank's features [b, D] of each name in
@@ -350,10 +399,3 @@ class Contrast(Objective):
             Direction(scale * side, keys, pairs.among_views(num, (view + 1) % num), scale)
             for view, side in enumerate(sides)
         ]
-
-
-def count_equal(pairs: Pairs) -> dict[str, Tensor]:
-    """Returns ``equal_captions``, the number of pairs of samples of one group, over all ranks, that
-    have an equal caption or picture, or are one sample. A collective."""
-    rows = count_columns(replace(pairs, columns="equal")).sum()
-    return {"equal_captions": collectives.all_reduce_sum(rows) // 2}

@@ -219,7 +219,7 @@ class FeatureDropout(Objective):
 
     def __init__(self, options: Options, network: Viewmaker, inputs: ObjectiveInputs) -> None:
         super().__init__()
-        self.loss = InfoNCE("views", options.new_temperature(inputs))
+        self.loss = InfoNCE("views", **options.how(inputs))
         self.adversary = Adversary(network, options.adversary_lr, inputs.seed)
         self.epsilon = options.epsilon
         for name, value in zip(("mean", "deviation"), inputs.model.normalization, strict=True):

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.row_losses import blocks, refuse_second_derivative
+from mclclip.objectives.pairs import blocks
+from mclclip.objectives.row_losses import refuse_second_derivative
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.randomness import Integers, mix
 

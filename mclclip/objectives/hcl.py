@@ -33,7 +33,7 @@ Its slow reference is ``hard`` in tests/objective_loops.py.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -46,7 +46,6 @@ from mclclip.objectives.contrast import (
     Contrast,
     ContrastOptions,
     Direction,
-    Temperature,
 )
 from mclclip.objectives.row_losses import count_columns, log_sums, softplus_of_difference
 from mclclip.util.options import STRICT, BelowOne
@@ -64,20 +63,17 @@ class Options(ContrastOptions):
     """How much more near negatives weigh than far ones; 0: all weigh the same."""
     tau_plus: BelowOne = 0.1
     """Share of the negatives that are taken to be of the row's own class."""
-    equal_captions: Literal["negatives", "masked"] = "negatives"
-    """Between captions, what samples with an equal caption (after open_clip's cleaning) or the same
-    picture are to each other: ``negatives``; or ``masked``, left out of each other's negatives."""
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""
-        return HardNegatives(self, self.new_temperature(inputs))
+        return HardNegatives(self, **self.how(inputs))
 
 
 class HardNegatives(Contrast):
     """The loss of hard negatives, over all ranks."""
 
-    def __init__(self, options: Options, temperature: Temperature | None = None) -> None:
-        super().__init__(options.between, temperature, equal_captions=options.equal_captions)
+    def __init__(self, options: Options, **how: Any) -> None:
+        super().__init__(options.between, **how)
         self.beta, self.tau_plus = options.beta, options.tau_plus
 
     def loss_per_query(self, direction: Direction) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,7 +29,7 @@ Its slow reference is ``modified`` in tests/objective_loops.py.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
@@ -41,7 +41,6 @@ from mclclip.objectives.contrast import (
     Contrast,
     ContrastOptions,
     Direction,
-    Temperature,
     WhichDirections,
 )
 from mclclip.objectives.row_losses import log_sums, softplus_of_difference
@@ -67,9 +66,6 @@ class Options(ContrastOptions):
     objective."""
     direction: WhichDirections = "both"
     """Between captions: ``images`` look for captions, ``texts`` look for images, or ``both``."""
-    equal_captions: Literal["negatives", "masked"] = "negatives"
-    """Between captions, what samples with an equal caption (after open_clip's cleaning) or the same
-    picture are to each other: ``negatives``; or ``masked``, left out of each other's negatives."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,19 +76,14 @@ class Options(ContrastOptions):
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""
-        return ImplicitModification(self, self.new_temperature(inputs))
+        return ImplicitModification(self, **self.how(inputs))
 
 
 class ImplicitModification(Contrast):
     """The weighted sum of the plain and the modified loss, over all ranks."""
 
-    def __init__(self, options: Options, temperature: Temperature | None = None) -> None:
-        super().__init__(
-            options.between,
-            temperature,
-            which=options.direction,
-            equal_captions=options.equal_captions,
-        )
+    def __init__(self, options: Options, **how: Any) -> None:
+        super().__init__(options.between, which=options.direction, **how)
         self.epsilon = options.epsilon
         self.weights = (0.0, 1.0) if options.term == "modified" else (0.5, options.alpha / 2.0)
 

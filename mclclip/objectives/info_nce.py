@@ -21,8 +21,8 @@ sample; ``group_ids`` [b, 1] and ``sample_id`` [b]; the scalar ``logit_scale`` i
 set.
 
 Use it as the default for samples with captions. All negatives come from the batch: if only small
-batches fit, try ``hcl``, or ``sigmoid``, which needs no whole rows. Set ``equal_captions: masked``
-if captions or pictures repeat, and ``hard_captions`` if the model mixes up colours, counts or
+batches fit, try ``hcl``, or ``sigmoid``, which needs no whole rows. Set ``near_copies`` if captions
+or pictures repeat or are much alike, and ``hard_captions`` if the model mixes up colours, counts or
 places.
 
 With ``hard_captions`` each sample brings h further texts, its caption edited so that it is wrong.
@@ -33,20 +33,20 @@ and why vision-language models behave like bags-of-words, and what to do about i
 
 Relations: ``nt_xent`` is this loss between two views of an image. ``ifm`` adds a second one with
 harder positives, ``hcl`` weighs its negatives, ``supcon`` has several positives for a row, and
-``sigmoid`` replaces its softmax by one question for each pair. With ``equal_captions: positives``
-the loss of a row is ``supcon``'s L_out over the rows with an equal caption.
+``sigmoid`` replaces its softmax by one question for each pair. Near copies as
+positives make the loss of a row ``supcon``'s L_out over them, each with its weight.
 
-Example: ``train.objective={kind: info_nce, equal_captions: masked}``.
+Example: ``train.objective={kind: info_nce, near_copies: {threshold: 0.95}}``.
 
-Its slow reference is ``info_nce`` (with edited captions ``edited``, with equal ones
-``info_nce_of_equals``) in tests/objective_loops.py.
+Its slow reference is ``info_nce`` (with edited captions ``edited``, with near copies
+``info_nce_of_near``) in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -58,9 +58,9 @@ from mclclip.objectives.contrast import (
     Contrast,
     ContrastOptions,
     Direction,
-    EqualCaptions,
 )
-from mclclip.objectives.row_losses import Pairs, count_columns, log_sums, row_losses, sum_columns
+from mclclip.objectives.pairs import Pairs
+from mclclip.objectives.row_losses import log_sums, row_losses, sum_columns, sum_weights
 from mclclip.ranks import collectives
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import STRICT
@@ -72,14 +72,10 @@ class Options(ContrastOptions):
 
     kind: Literal["info_nce"] = "info_nce"
     """Which objective."""
-    equal_captions: EqualCaptions = "negatives"
-    """What samples with an equal caption (after open_clip's cleaning) or the same picture are to
-    each other: ``negatives``, as in open_clip; ``masked``, left out of each other's negatives; or
-    ``positives``: the loss is the mean over all positives of a row, which changes nothing if
-    the features of equal captions are equal."""
     hard_captions: HardCaptions | None = None
     """Edited captions as further negatives of images, such as ``{rules: [colour, swap], scope:
     global}``; ``{}`` takes all rules (null: none)."""
+    takes_positives: ClassVar[bool] = True
 
     @property
     def between(self) -> Between:
@@ -93,11 +89,8 @@ class Options(ContrastOptions):
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""
-        has_positives = self.equal_captions == "positives"
-        how: dict[str, Any] = {
-            "temperature": self.new_temperature(inputs),
-            "equal_captions": self.equal_captions,
-        }
+        how = self.how(inputs)
+        has_positives = self.near is not None and self.near.role == "positives"
         if self.hard_captions is None:
             return InfoNCEWithPositives(**how) if has_positives else InfoNCE(**how)
         edited = InfoNCEWithBoth if has_positives else InfoNCEWithEdits
@@ -181,10 +174,11 @@ class InfoNCEWithEdits(InfoNCE):
 
 
 class InfoNCEWithPositives(InfoNCE):
-    """InfoNCE in which all samples with an equal caption or picture are a row's positives.
+    """InfoNCE in which a row's near copies are its positives too, as a soft target.
 
-    A row's loss is the mean, over these and the own pair, of their cross-entropies among all pairs
-    of its group: SupCon's ``L_out`` (`supcon`).
+    A row's loss is the mean of the cross-entropies of its own pair, of weight 1, and of its near
+    copies, weighted by what ``Pairs.weights`` says, among all pairs of its group. With weights of 1
+    this is SupCon's ``L_out`` (`supcon`).
     """
 
     def loss_per_query(self, direction: Direction) -> tuple[Tensor, dict[str, Tensor]]:
@@ -192,12 +186,12 @@ class InfoNCEWithPositives(InfoNCE):
         queries, keys, pairs = direction.queries, direction.keys, direction.pairs
         among_all = replace(direction, pairs=replace(pairs, columns="others"))
         losses, counted = super().loss_per_query(among_all)
-        equal = replace(pairs, columns="equal")
-        count = count_columns(equal).to(queries.dtype)[:, None]
-        # Written so that it is exactly 0, and so is its gradient, for a row without equal pairs.
-        difference = (sum_columns(keys, equal) - count * pairs.positive_keys(keys)) / (count + 1.0)
+        near = replace(pairs, columns="near")
+        weight = sum_weights(near, queries.dtype)[:, None]
+        # Written so that it is exactly 0, and so is its gradient, for a row without near copies.
+        difference = (sum_columns(keys, near) - weight * pairs.positive_keys(keys)) / (weight + 1.0)
         return losses - (queries * difference).sum(dim=1), counted
 
 
 class InfoNCEWithBoth(InfoNCEWithPositives, InfoNCEWithEdits):
-    """InfoNCE with both: equal captions as positives, edited captions as further negatives."""
+    """InfoNCE with both: near copies as positives, edited captions as further negatives."""

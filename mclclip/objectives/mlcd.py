@@ -61,6 +61,7 @@ from mclclip.objectives.class_centers import (
     class_sums,
     normal_rows,
 )
+from mclclip.objectives.products import EXACT, ProductPrecision, Products, choose_products
 from mclclip.objectives.row_losses import softplus_of_difference, to_fp32
 from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT, Cosine, Share
@@ -105,6 +106,10 @@ class Options(ObjectiveOptions):
     centers: Literal["centroids", "normal"] = "centroids"
     """Class centers at the start: the clusters' centroids, or random numbers with a standard
     deviation of 0.01."""
+    class_centers: ProductPrecision = "auto"
+    """Precision of products with class centers: ``auto``: bf16 with sums in fp32 on a GPU under
+    ``precision`` bf16 or fp16; ``fp32``: always fp32. Margins, sums of exponentials and the steps
+    of class centers are fp32."""
     lazy: bool = False
     """True: only class centers that a step touches move, each with its own step count; false: all
     move, as with any AdamW."""
@@ -164,7 +169,10 @@ class Options(ObjectiveOptions):
             dtype=inputs.dtype,
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
-        return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)
+        products = choose_products(self.class_centers, inputs.precision, inputs.context.device)
+        return ClassCenterLoss(
+            centers, self.kind, scale=self.scale, margin=margin, products=products
+        )
 
 
 def negative_draw(
@@ -201,9 +209,11 @@ class ClassCenterLoss(Objective):
         scale: float = 64.0,
         margin: Margin | None = None,
         tile: int | None = None,
+        products: Products = EXACT,
     ) -> None:
         super().__init__()
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
+        self.products = products
         self.margin = margin or Margin()
 
     def outside(self) -> Sequence[UnwrappedParameters]:
@@ -229,7 +239,8 @@ class ClassCenterLoss(Objective):
             positive for some row; `conflicts`, the number of these that were also drawn as
             negatives.
 
-        The arithmetic is fp32 (float64 for float64 features), under autocast too.
+        The arithmetic is fp32 (float64 for float64 features), under autocast too, but for
+        ``products`` in bf16.
         """
         classes = batch.classes
         assert classes is not None
@@ -242,6 +253,7 @@ class ClassCenterLoss(Objective):
             scale=self.scale,
             margin=self.margin,
             tile=self.tile,
+            products=self.products,
         )
         num_rows = has_label.to(log_p.dtype).sum().clamp_min(1.0)
 

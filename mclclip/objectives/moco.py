@@ -70,7 +70,8 @@ from mclclip.objectives.base import (
     encode,
 )
 from mclclip.objectives.ifm import Term, modified_losses
-from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
+from mclclip.objectives.pairs import TILE, Pairs
+from mclclip.objectives.row_losses import log_sums, row_losses
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share
 

@@ -61,4 +61,4 @@ class Options(ContrastOptions):
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""
-        return InfoNCE(self.between, self.new_temperature(inputs))
+        return InfoNCE(self.between, **self.how(inputs))

@@ -18,121 +18,14 @@ says so. ``divergences`` compares the rows' softmaxes with those of another matr
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import not_compiled
-
-
-def choose_no_autocast(device: torch.device) -> torch.autocast:
-    """Returns a context in which tensors keep their dtypes, even within an autocast."""
-    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
-
-
-TILE = 2048  # rows and columns
-Columns = Literal["negatives", "equal", "others"]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Says which columns of a similarity matrix count for which row: its own pair, its negatives.
-
-    Rows are this rank's samples, columns those of all ranks. The own pair of row i is column
-    ``first`` + i. A column is a negative of a row if both have the same group, and neither the same
-    sample id nor an equal digest (of a caption or a picture).
-
-    groups, sample_id            int64 [b], of the rows
-    all_groups, all_sample_ids   int64 [B], of the columns
-    classes, all_classes         the same of their classes, for losses that read them
-    digests, all_digests         the same of their digests, for losses that mask equal captions
-    tile                         how many rows and columns are computed at a time
-    columns                      what a row counts: its ``negatives``; or, without its own pair, the
-                                 columns of its group that are ``equal`` to it by sample id or
-                                 digest; or all ``others`` of its group
-    """
-
-    groups: Tensor
-    sample_id: Tensor
-    all_groups: Tensor
-    all_sample_ids: Tensor
-    first: int
-    tile: int = TILE
-    classes: Tensor | None = None
-    all_classes: Tensor | None = None
-    digests: tuple[Tensor, ...] = ()
-    all_digests: tuple[Tensor, ...] = ()
-    columns: Columns = "negatives"
-
-    @classmethod
-    def over_ranks(
-        cls, groups: Tensor, sample_id: Tensor, tile: int, digests: Sequence[Tensor] = ()
-    ) -> Pairs:
-        """Returns this rank's rows among the columns of all ranks. A collective."""
-        return cls(
-            groups,
-            sample_id,
-            collectives.gather(groups),
-            collectives.gather(sample_id),
-            collectives.rank() * len(groups),
-            tile,
-            digests=tuple(digests),
-            all_digests=tuple(map(collectives.gather, digests)),
-        )
-
-    def among_views(self, num_views: int, own_view: int) -> Pairs:
-        """Returns the same rows among the columns of several views, [num_views * B]; the own pair
-        is in the view ``own_view``."""
-        assert not self.digests  # these are read with captions only
-        classes = None if self.all_classes is None else self.all_classes.repeat(num_views)
-        return replace(
-            self,
-            all_groups=self.all_groups.repeat(num_views),
-            all_sample_ids=self.all_sample_ids.repeat(num_views),
-            all_classes=classes,
-            first=self.first + own_view * len(self.all_groups),
-        )
-
-    def positive_keys(self, keys: Tensor) -> Tensor:
-        """Returns the keys of the rows' own pairs, [b, D], out of the columns' keys [B, D]."""
-        return keys[self.first : self.first + len(self.groups)]
-
-    def positive_logits(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Returns the logits of the rows' own pairs, [b]."""
-        return (queries * self.positive_keys(keys)).sum(dim=1)
-
-    def positives_of_class(self) -> Pairs:
-        """Returns pairs that count the columns of a row's group and class, but for its own
-        sample."""
-        assert self.classes is not None and self.all_classes is not None
-        num = self.all_classes.max() + 1
-        return replace(
-            self,
-            groups=self.groups * num + self.classes,
-            all_groups=self.all_groups * num + self.all_classes,
-        )
-
-    def masked(self, rows: slice, columns: slice) -> Tensor:
-        """Returns bool [r, c] of a tile: True where the row does not count the column."""
-        excluded = self.groups[rows, None] != self.all_groups[columns]
-        if self.columns != "others":
-            equal = self.sample_id[rows, None] == self.all_sample_ids[columns]
-            for of_rows, of_columns in zip(self.digests, self.all_digests, strict=True):
-                equal |= of_rows[rows, None] == of_columns[columns]
-            excluded |= equal if self.columns == "negatives" else equal.logical_not_()
-        if self.columns != "negatives":  # of which the own pair, an equal sample, is none
-            excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
-        return excluded
-
-    def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Yields the rows and columns of each tile, row by row."""
-        every = blocks(len(self.all_groups), self.tile)
-        return itertools.product(blocks(len(self.groups), self.tile), every)
+from mclclip.objectives.pairs import Pairs, blocks
+from mclclip.ranks.process_group import choose_no_autocast, not_compiled
 
 
 # Not compiled, because a compiler would unroll the loop over tiles.
@@ -172,8 +65,8 @@ def log_sums(
 
 @not_compiled
 def sum_columns(keys: Tensor, pairs: Pairs) -> Tensor:
-    """Returns the sum of the keys that each row counts (``pairs.columns``), [b, D]; differentiable
-    once in ``keys``."""
+    """Returns the sum of the keys that each row counts, each times its weight (``Pairs.weights``),
+    [b, D]; differentiable once in ``keys``."""
     sums: Tensor = _SumColumns.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
@@ -185,6 +78,15 @@ def count_columns(pairs: Pairs) -> Tensor:
     for rows, columns in pairs.tiles():
         counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
     return counts
+
+
+@not_compiled
+def sum_weights(pairs: Pairs, dtype: torch.dtype) -> Tensor:
+    """Returns the sum of the weights of the columns that each row counts, [b]."""
+    sums = torch.zeros(len(pairs.groups), dtype=dtype, device=pairs.groups.device)
+    for rows, columns in pairs.tiles():
+        sums[rows] += pairs.weights(rows, columns, dtype).sum(dim=1)
+    return sums
 
 
 @not_compiled
@@ -225,11 +127,6 @@ class Tiles:
         shape = (len(queries), len(keys))
         out = torch.mm(queries, keys.T, out=self._memory[: shape[0] * shape[1]].view(shape))
         return out.masked_fill_(self.pairs.masked(rows, columns), float("-inf"))
-
-
-def blocks(length: int, size: int) -> list[slice]:
-    """Returns slices of at most ``size`` numbers that together cover ``range(length)``."""
-    return [slice(first, first + size) for first in range(0, length, size)]
 
 
 def _stream(
@@ -394,7 +291,7 @@ class _SumColumns(torch.autograd.Function):
         sums = keys.new_zeros(len(pairs.groups), keys.shape[1])
         with choose_no_autocast(keys.device):
             for rows, columns in pairs.tiles():
-                sums[rows].addmm_((~pairs.masked(rows, columns)).to(keys), keys[columns])
+                sums[rows].addmm_(pairs.weights(rows, columns, keys.dtype), keys[columns])
         return sums
 
     @staticmethod
@@ -404,7 +301,7 @@ class _SumColumns(torch.autograd.Function):
         grad_keys = grad.new_zeros(len(pairs.all_groups), grad.shape[1])
         with choose_no_autocast(grad.device):
             for rows, columns in pairs.tiles():
-                counted = (~pairs.masked(rows, columns)).to(grad)
+                counted = pairs.weights(rows, columns, grad.dtype)
                 grad_keys[columns].addmm_(counted.T, grad[rows])
                 del counted  # frees its memory before the next one is computed
         return grad_keys, None

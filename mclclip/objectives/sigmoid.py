@@ -6,8 +6,9 @@ With cosines c, the scale t and the bias b, and z = 1 for a sample's own pair an
 
 Pairs are not compared with the rest of their row, so the group mask (MCL's Eq. 3) works pair by
 pair: a pair of two samples counts if they are not one and have the same pseudo label. B is the
-global batch, whatever is masked, as in the paper. Pairs with an equal caption or picture may be
-masked too, or have z = 1 (``equal_captions``).
+global batch, whatever is masked, as in the paper. Pairs of near copies may be masked too, or have
+a soft target (``near_copies``): a pair of weight w has w times the loss of z = 1 and 1 - w times
+that of z = -1.
 
 Source: Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (SigLIP, ICCV 2023),
 arXiv:2303.15343, Eq. 1 and section 3.3. The mask: Zhang et al., "Learning the Unlearned: Mitigating
@@ -26,7 +27,7 @@ its own texts, hands the texts to the next rank and takes those of the rank befo
 are home again. Their gradient travels with them and is added up on the way. A chunk's matrix is
 computed in tiles: memory is linear in the local batch.
 
-Example: ``train.objective={kind: sigmoid, equal_captions: masked}``.
+Example: ``train.objective={kind: sigmoid, near_copies: {threshold: 1.0}}``.
 
 Its slow reference is ``sigmoid`` in tests/objective_loops.py.
 """
@@ -34,11 +35,13 @@ Its slow reference is ``sigmoid`` in tests/objective_loops.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,25 +53,21 @@ from mclclip.objectives.base import (
     ObjectiveOptions,
     Reads,
 )
-from mclclip.objectives.contrast import (
-    DIGESTS,
-    EqualCaptions,
-    count_equal,
-    refuse_equal_captions_of_views,
-)
+from mclclip.objectives.contrast import check_ascending, check_width, cut
+from mclclip.objectives.near_copies import NearCopies, count_near, pairs_of
+from mclclip.objectives.pairs import TILE, Pairs
 from mclclip.objectives.row_losses import (
-    TILE,
-    Pairs,
     Tiles,
-    choose_no_autocast,
     count_columns,
     refuse_second_derivative,
+    sum_weights,
 )
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import not_compiled
+from mclclip.ranks.process_group import choose_no_autocast, not_compiled
 from mclclip.util.options import STRICT
 
 _START_SCALE, _START_BIAS = 10.0, -10.0
+Target = Literal["apart", "weight", "rest"]
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -81,36 +80,50 @@ class Options(ObjectiveOptions):
     """``captions``: images against captions, with the model's logit scale and logit bias (if the
     model has no bias, the objective trains one, from -10, which exports leave out); ``views``:
     first views against second ones, with a scale and a bias of the objective's, from 10 and -10."""
-    equal_captions: EqualCaptions = "negatives"
-    """Between captions, what samples with an equal caption (after open_clip's cleaning) or the same
-    picture are to each other: ``negatives``; ``masked``, their pairs do not count; or
-    ``positives``, their pairs belong together."""
+    near_copies: NearCopies | None = None
+    """Samples whose captions or pictures are so alike that their pairs do not count, or belong
+    together, such as ``{threshold: 0.95}`` (null: all others do not belong together)."""
+    widths: tuple[PositiveInt, ...] = ()
+    """Trains the first so many numbers of the features too, such as ``[64, 128, 256]``, so that
+    exports may be cut to them (Matryoshka); the whole width is always trained."""
+
+    @property
+    def near(self) -> NearCopies | None:
+        """``near_copies`` with what is compared filled in."""
+        views = self.between == "views"
+        return None if self.near_copies is None else self.near_copies.resolved(views=views)
 
     def __post_init__(self) -> None:
-        refuse_equal_captions_of_views(self.equal_captions, self.between)
+        _ = self.near  # raises ValueError for what a loss of views cannot compare
+        check_ascending(self.widths)
 
     @property
     def reads(self) -> Reads:
-        """Reads groups; two views, or captions with logit scale and bias; digests if equal captions
-        are not negatives."""
-        captions = self.between == "captions"
+        """Reads groups; two views, or captions with logit scale and bias; what near copies are told
+        by."""
+        captions, near = self.between == "captions", self.near
         return Reads(
             num_views=1 if captions else 2,
             captions=captions,
             logit_scale=captions,
             logit_bias=captions,
             groups=True,
-            digests=self.equal_captions != "negatives",
+            near_copies=frozenset([near] if near else []),
+            encoders=near.encoders if near else frozenset(),
+            widths=frozenset(self.widths),
         )
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
-        """Returns the loss, with parameters for the scale and bias that the model does not have."""
+        """Returns the loss, with parameters for the scale and bias that the model does not have.
+        Raises ValueError if ``widths`` exceed the model's."""
+        check_width(self.widths, inputs.model.feature_dim)
         views = self.between == "views"
         return Sigmoid(
             "image_features_1" if views else "text_features",
             trains_scale=views,
             trains_bias=views or not inputs.model.has_logit_bias,
-            equal_captions=self.equal_captions,
+            near=self.near,
+            widths=self.widths,
             dtype=inputs.dtype,
         )
 
@@ -120,6 +133,8 @@ class Sigmoid(Objective):
 
     ``trains_scale`` and ``trains_bias``: it has parameters [1] of this ``dtype`` for them, instead
     of taking the model's. Logits are computed in tiles of at most ``tile`` rows and columns.
+    ``near``: options of near copies, with ``of`` filled in. ``widths`` are trained beside the whole
+    width.
     """
 
     def __init__(
@@ -129,11 +144,12 @@ class Sigmoid(Objective):
         trains_scale: bool = False,
         trains_bias: bool = False,
         tile: int = TILE,
-        equal_captions: EqualCaptions = "negatives",
+        near: NearCopies | None = None,
+        widths: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.other, self.tile, self.equal_captions = other, tile, equal_captions
+        self.other, self.tile, self.near, self.widths = other, tile, near, tuple(widths)
         start_scale = torch.full((1,), math.log(_START_SCALE), dtype=dtype)
         self.log_scale = nn.Parameter(start_scale) if trains_scale else None
         start_bias = torch.full((1,), _START_BIAS, dtype=dtype)
@@ -147,47 +163,54 @@ class Sigmoid(Objective):
                 have the same b. The model's `logit_scale` (exponentiated) and `logit_bias` if the
                 objective does not train its own.
             batch: `group_ids` [b, 1], the group of each sample at the step's prefix length;
-                `sample_id` [b]; two copies of a repeated sample are no pair. The extras
-                `caption_digest` and `picture_digest` [b] if equal captions are not negatives.
+                `sample_id` [b]; two copies of a repeated sample are no pair. What near copies are
+                told by: the extras `caption_digest` and `picture_digest` [b], or
+                `base_image_features` and `base_text_features` [b, D'].
 
         Returns:
-            `loss`: sum over this rank's images and the texts of all ranks, divided by b. Its mean
-            over the ranks is the global loss. `rows_without_negatives`: number of samples of the
-            global batch that have no pair but their own. `equal_captions`, where digests are read:
-            number of pairs of samples of a group with equal captions or pictures. The `logit_scale`
-            and `logit_bias` that were used.
+            `loss`: sum over this rank's images and the texts of all ranks, divided by b, and its
+            mean over the widths. Its mean over the ranks is the global loss. `loss_at_WIDTH` of
+            every width that is trained beside the whole one. `rows_without_negatives`: number of
+            samples of the global batch that have no pair but their own, and `near_copies`, where
+            they are no negatives: how many the samples have, each its own. The `logit_scale` and
+            `logit_bias` that were used.
         """
         image_features, others = features["image_features"], features[self.other]
         scale = features["logit_scale"] if self.log_scale is None else self.log_scale[0].exp()
         bias = features["logit_bias"] if self.bias is None else self.bias[0]
-        pairs = self._pairs(batch)
-        positives = self.equal_captions == "positives"
-        total, has_none = sigmoid_sums(image_features, others, scale, bias, pairs, positives)
+        pairs = pairs_of(batch, self.tile, self.near)
+        by_width: dict[int, Tensor] = {}
+        for width in dict.fromkeys([*self.widths, image_features.shape[1]]):
+            sides = cut(image_features, width), cut(others, width)
+            total, has_none = sigmoid_sums(*sides, scale, bias, pairs, self._has_positives)
+            by_width[width] = total / len(image_features)
+        *narrow, _ = by_width
         return {
-            "loss": total / len(image_features),
+            "loss": torch.stack([*by_width.values()]).mean() if narrow else by_width[width],
+            **{f"loss_at_{each}": by_width[each].detach() for each in narrow},
             "rows_without_negatives": collectives.all_reduce_sum(has_none.sum()),
-            **(count_equal(pairs) if pairs.digests else {}),
+            **(count_near(pairs) if self.near else {}),
             "logit_scale": scale,
             "logit_bias": bias.detach().clone(),  # cloned, since FSDP frees the parameter
         }
 
     def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
         """Returns the smallest loss that one logit for all pairs of an image can have: that of the
-        probability k / n, if k of the n texts that it is compared with belong to it (k is 1 unless
-        equal captions are positives)."""
-        pairs = self._pairs(batch)
+        probability k / n, if k of the n texts that it is compared with belong to it (k is 1 and the
+        weights of near copies that are positives)."""
+        pairs = pairs_of(batch, self.tile, self.near)
         negatives, positives = count_columns(pairs).double(), torch.ones((), dtype=torch.float64)
-        if self.equal_captions == "positives":
-            positives = positives + count_columns(replace(pairs, columns="equal"))
+        if self._has_positives:
+            near = replace(pairs, columns="near")
+            weights = sum_weights(near, torch.float64)
+            positives, negatives = positives + weights, negatives + count_columns(near) - weights
         num = negatives + positives
         losses: Tensor = torch.xlogy(num, num) - torch.xlogy(negatives, negatives)
         return (losses - torch.xlogy(positives, positives)).mean()
 
-    def _pairs(self, batch: BatchFields) -> Pairs:
-        """Returns which pairs of this rank's images and all ranks' texts count."""
-        reads_digests = self.equal_captions != "negatives"
-        digests = tuple(batch.extras[name] for name in DIGESTS) if reads_digests else ()
-        return Pairs.over_ranks(batch.group_ids[:, 0], batch.sample_id, self.tile, digests)
+    @property
+    def _has_positives(self) -> bool:
+        return self.near is not None and self.near.role == "positives"
 
 
 # Not compiled, because a compiler would unroll the loop over tiles.
@@ -207,7 +230,8 @@ def sigmoid_sums(
         queries, keys: [b, D] of this rank, of one dtype, float32 or float64.
         scale, bias: scalars, the same on all ranks.
         pairs: which pairs count.
-        positives: True if pairs with equal captions belong together; else they do not count.
+        positives: True if near copies belong together, by their weights (``Pairs.weights``); else
+            they do not count.
 
     Returns:
         The sum, differentiable once in the tensors, and bool [b]: only the query's own pair counts.
@@ -241,16 +265,23 @@ class _PairSums:
             grad_keys.addcmul_(pulls[:, None], self.queries)
 
     def add_pairs(
-        self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs, z: float = -1.0
+        self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs, target: Target = "apart"
     ) -> None:
-        """Adds the pairs of all queries and these ``keys`` that ``pairs`` counts; ``z`` is -1 for
-        pairs that do not belong together, 1 for pairs that do."""
+        """Adds the pairs of all queries and these ``keys`` that ``pairs`` counts: as pairs that do
+        not belong together; or, of weight w, as w of one that does, or as 1 - w of one that does
+        not."""
+        z = 1.0 if target == "weight" else -1.0
         tiles = Tiles(-z * self.scale * self.queries, keys, pairs)
         for rows, columns in pairs.tiles():
             logits = tiles.logits(rows, columns).sub_(z * self.bias)  # -inf where masked
             self.has_no_negatives[rows] &= logits.amax(dim=1) == float("-inf")
             pushes = torch.sigmoid(logits)
-            self.total -= functional.logsigmoid(logits.neg_()).sum()
+            losses = functional.logsigmoid(logits.neg_())
+            if target != "apart":
+                weights = pairs.weights(rows, columns, keys.dtype)
+                weights = weights if target == "weight" else 1.0 - weights
+                pushes, losses = pushes.mul_(weights), losses * weights
+            self.total -= losses.sum()
             self.slope -= z * pushes.sum()
             self.products[rows].addmm_(pushes, keys[columns], alpha=-z)
             if grad_keys is not None:
@@ -274,16 +305,13 @@ def _around_the_ring(
             sums.add_own(*here)
         owner = (collectives.rank() - hop) % world
         columns = slice(owner * count, (owner + 1) * count)
-        chunk = replace(
-            pairs,
-            all_groups=pairs.all_groups[columns],
-            all_sample_ids=pairs.all_sample_ids[columns],
-            all_digests=tuple(digests[columns] for digests in pairs.all_digests),
-            first=pairs.first - columns.start,
-        )
+        chunk = pairs.chunk(columns)
         sums.add_pairs(*here, chunk)
         if positives:
-            sums.add_pairs(*here, replace(chunk, columns="equal"), z=1.0)
+            near = replace(chunk, columns="near")
+            sums.add_pairs(*here, near, "weight")
+            if pairs.bounds is not None:  # else all weights are 1
+                sums.add_pairs(*here, near, "rest")
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None

@@ -33,7 +33,7 @@ Its slow reference is ``supervised`` in tests/objective_loops.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -46,9 +46,9 @@ from mclclip.objectives.contrast import (
     Contrast,
     ContrastOptions,
     Direction,
-    Temperature,
 )
-from mclclip.objectives.row_losses import Pairs, count_columns, log_sums, row_losses, sum_columns
+from mclclip.objectives.pairs import Pairs
+from mclclip.objectives.row_losses import count_columns, log_sums, row_losses, sum_columns
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
 from mclclip.util.options import STRICT
@@ -80,7 +80,8 @@ class Options(ContrastOptions):
     def reads(self) -> Reads:
         """Reads groups, and the attribute or the nearest cluster of each sample."""
         clusters = 1 if self.attribute is None else 0
-        return Reads(
+        return replace(
+            super().reads,
             num_views=self.num_views,
             groups=self.groups,
             clusters=clusters,
@@ -89,7 +90,7 @@ class Options(ContrastOptions):
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""
-        return SupervisedContrast(self.new_temperature(inputs), self.num_views)
+        return SupervisedContrast(self.num_views, **self.how(inputs))
 
 
 class SupervisedContrast(Contrast):
@@ -100,8 +101,8 @@ class SupervisedContrast(Contrast):
     class. With two views there are none, since a sample's other view is a positive.
     """
 
-    def __init__(self, temperature: Temperature | None = None, num_views: int = 2) -> None:
-        super().__init__("views", temperature)
+    def __init__(self, num_views: int = 2, **how: Any) -> None:
+        super().__init__("views", **how)
         self.names = self.names[:num_views]
 
     def pairs(self, batch: BatchFields) -> Pairs:

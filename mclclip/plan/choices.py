@@ -20,7 +20,7 @@ from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.data.epoch_plan import check_samples
 from mclclip.models.clip import check_tag
-from mclclip.models.encoder import RANDOM, split_name
+from mclclip.models.encoder_names import RANDOM, split_name
 from mclclip.models.loading import load_towers, model_config, refuse_without_weights
 from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig, num_blocks

@@ -78,14 +78,30 @@ def _training(
     """Returns the pass of a training ``of``. A measured rate that the user gave counts for stages
     after stage 0, or for stage 0 if it is the only training."""
     name, operations, batch = of["option"], measured["operations"], measured["local_batch"]
-    precision = config.trainings[name].precision
+    options, precision = config.trainings[name], config.trainings[name].precision
+    sample = _operations_of_sample(options, of, operations)
     rate = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
     is_given = rate is not None
     if rate is None and speed.peak_tflops is not None:
-        step_s = speed.seconds(batch * operations["sample"], precision)
+        step_s = speed.seconds(batch * sample, precision)
         rate = batch / (step_s + speed.seconds(operations["loss"], "fp32"))  # of class centers
-    what = of["name"], of["stage"], of["variant"], of["samples_seen"], operations["sample"]
+    what = of["name"], of["stage"], of["variant"], of["samples_seen"], sample
     return dict(zip(_PASS, (*what, precision, rate, is_given), strict=True))
+
+
+def _operations_of_sample(
+    options: TrainConfig, of: dict[str, Any], operations: dict[str, Any]
+) -> int:
+    """Returns the operations of a sample, the mean over the steps where image sizes change."""
+    if not options.image_size:
+        return int(operations["sample"])
+    total = of["steps"][1] if of["steps"] else 1_000_000  # unknown: epochs are shares of any number
+    per_epoch = of["steps_per_epoch"][1] if of["steps_per_epoch"] else round(total / options.epochs)
+    starts = options.image_sizes(total, per_epoch)
+    ends = [*(start for start, _ in starts[1:]), total]
+    of_size: dict[int | None, int] = operations["sizes"]
+    work = zip(starts, ends, strict=True)
+    return sum((end - start) * of_size[size] for (start, size), end in work) // total
 
 
 def _embeddings(

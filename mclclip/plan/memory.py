@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,13 +22,14 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
+from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import Objective, ObjectiveInputs
-from mclclip.objectives.contrast import DIGESTS
+from mclclip.models.parameters import describe_groups
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import ModelWithObjective
@@ -40,14 +43,16 @@ _measured: dict[str, dict[str, Any]] = {}
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
-    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``.
+    """Measures one rank of a training: bytes by part (``parts``, ``sum``), and ``operations``; and
+    lists its ``groups`` of parameters (``describe_groups``).
 
     ``name`` is "base" or "train". Parts are those of ``engines.per_rank``; the ``objective`` with
     its optimizer's state; ``activations`` of a micro-batch; the ``loss`` with the features of the
     global batch; the ``batch``; and ``cuda``, which CUDA and NCCL take for themselves.
 
-    Operations are those of a ``sample`` in a step with all its views; of a rank's ``loss`` in a
-    step, if it has class centers; of an embedded ``image`` and ``text`` (None without a text
+    Operations are those of a ``sample`` in a step with all its views, also for each of the
+    ``sizes`` of pictures in ``train.image_size``; of a rank's ``loss`` in a step, if it has class
+    centers; of an embedded ``image`` and ``text`` (None without a text
     tower); and of an image in the ``trunk``, if its output is stored. Raises ValueError if the
     training would refuse its options.
 
@@ -70,12 +75,28 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = options.objective.build(inputs).to(_META)
     with faked(model, gpu_autocast=gpu and half):
-        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
+        cached_text = name == "train" and options.reads_text_embeddings
+        batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        objective = options.objective.build(replace(inputs, model=model, context=SINGLE))
+        teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
+        inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
+        objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
+        groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
+        operations["sizes"] = {None: operations["sample"]}
+        batches, needed = [batch], [activations]
+        for size in dict.fromkeys(part.size for part in options.image_size):
+            shape = *batch.views[0].shape[:2], size, size
+            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
+            batches.append(replace(batch, views=views))
+            _, of_size, operations["sizes"][size] = _measure_step(
+                trainee, batches[-1], local, micro
+            )
+            needed.append(of_size)
+        if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
+            del batches[0], needed[0]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -85,9 +106,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": activations,
+        "activations": max(needed),
         "loss": share.added,
-        "batch": size_bytes(batch.tensors()),
+        "batch": max(size_bytes(each.tensors()) for each in batches),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -97,6 +118,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         "micro_batch": micro,
         "trained_weights": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "groups": groups,
         "embed_dim": model.embed_dim,
         "width": model.layout.pooled_dim,  # that of features before the projection
         "parts": parts,
@@ -138,8 +160,22 @@ def _objective_inputs(
         seed=0,
         precision=options.precision,
         classes=cast(Any, SimpleNamespace(num_classes=num_classes)),
+        teacher=_teachers(config, options),
         shapes_only=True,
     )
+
+
+def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
+    """Returns what gives the encoders that an objective reads, without values; those that are
+    ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
+    made: dict[tuple[str | None, bool], Teacher] = {}
+    for name in {encoder for encoder, _ in options.objective.reads.encoders}:
+        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
+        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
+        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
+        made[name, True] = Teacher(*values, cache(faking))
+    return lambda name, fake=False: made[name, fake]
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
@@ -167,24 +203,33 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
 # --- the training ------------------------------------------------------------------------------
 
 
-def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
-    """Builds a rank's batch of ``local`` samples without values.
+def _batch(
+    model: Model,
+    options: TrainConfig,
+    local: int,
+    cached_text: bool,
+    teacher: Callable[[str | None], Teacher] | None = None,
+) -> Batch:
+    """Builds a rank's batch of ``local`` samples of zeros.
 
-    ``cached_text``: it has stored text features in the place of tokens.
+    ``cached_text``: it has stored text features in the place of tokens. ``teacher``: tells the
+    widths of other encoders' stored embeddings (None: the batch has none).
     """
     dtype, dim = next(model.parameters()).dtype, model.embed_dim
     context = model.empty_texts(1).shape[1]
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
     def values(*shape: int) -> Tensor:
-        return torch.empty(local, *shape, dtype=dtype)
+        return torch.zeros(local, *shape, dtype=dtype)
 
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
+    extras: dict[str, Tensor] = {}
+    if teacher is not None:
+        extras |= {n: values(teacher(encoder).width) for n, (encoder, _) in reads.stored.items()}
     if reads.digests:
-        extras |= {name: ids() for name in DIGESTS}
+        extras |= {name: ids() for name in sorted(reads.digests)}
     if reads.edits and cached_text:
         extras["edited_features"] = values(reads.edits.per_caption, dim)
     elif reads.edits:
@@ -289,6 +334,45 @@ def _measure_loss(
         objective(gathered, every)["loss"].backward()
 
 
+def count_operations(
+    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+) -> int:
+    """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
+
+    It counts the forward and backward passes of all views and texts, by torch's formulas
+    (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
+    `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
+    once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
+    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
+    features stand for captions.
+    """
+    model, checkpointing = trainee.model, options.engine.grad_checkpointing
+    batch = _batch(model, options, _ROWS, cached_text)
+    if first := model.first_block:  # stored rows stand for images
+        images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
+        with torch.no_grad():
+            rows = model.encode_trunk(images, min(first, model.num_blocks))
+        whole = first > model.num_blocks
+        batch.views = [rows.new_zeros(_ROWS, model.embed_dim) if whole else rows]
+    buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
+    if checkpointing:
+        model.set_grad_checkpointing(False)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+        StepMeter() as meter,
+    ):
+        features = trainee(trainee.on_device(batch, device), lambda features: features)
+        sums = [value.sum() for value in features.values() if value.requires_grad]
+        torch.autograd.backward(sums)
+    if checkpointing:
+        model.set_grad_checkpointing(True)
+    trainee.zero_grad(set_to_none=True)
+    for name, buffer in trainee.named_buffers():
+        buffer.copy_(buffers[name])
+    return meter.operations // _ROWS
+
+
 # --- encoders and sizes --------------------------------------------------------------------------
 
 
@@ -299,13 +383,7 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
 
 
 def _load(options: ModelConfig) -> Model:
-    return load_shapes(
-        options.name,
-        text=options.text,
-        projector=options.projector,
-        long_context=options.long_context,
-        text_rows=options.text_rows,
-    )
+    return load_shapes(options.name, projector=options.projector, **options.of_towers)
 
 
 def _operations(model: Model) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mclclip.run.runlog import count_of
 _TRAINING = ("groups", "steps", "steps_per_epoch", "samples_seen", "exact")
 _EPOCH = ("sizes", "steps", "full_label_share", "mixed_steps", "negatives", "remainder", "repeated")
 _COUNTS = ("global_batch", "local_batch", "micro_batch", "trained_weights", "frozen_weights")
+_GROUP = ("lr", "weight_decay", "tensors", "weights")
 _PASS = ("samples", "gflop_each", "samples_per_s", "hours", "rank_hours", "given")
 
 Row = Mapping[str, Any]
@@ -40,6 +41,7 @@ def text(plan: dict[str, Any]) -> str:
         _table("training", _TRAINING, trainings),
         [*_table("an epoch", _EPOCH, epochs), *(steps.NOTE if assumed else ())] if epochs else [],
         _columns("training", _COUNTS, memory),
+        *(_table(f"parameters, {name}", _GROUP, of["groups"]) for name, of in memory.items()),
         _columns("GiB per rank (estimate)", [*next(iter(parts.values()))], parts, GIB),
         [*_table("hours (estimate)", _PASS, [*passes, in_all]), *_assumptions(plan)],
         _table("GiB on disk", ("each", "number", "kept"), on_disk, GIB),
@@ -125,6 +127,8 @@ def _cell(key: str, value: Any, unit: int = 1) -> str:
         return value
     if unit > 1:
         return f"{value / unit:,.2f}"
+    if key in ("lr", "weight_decay"):
+        return f"{value:.3g}"
     if key.endswith("share"):
         return f"{100 * value:.1f} %"
     digits = 0 if isinstance(value, int) or value >= 100 else 1 if value >= 10 else 2

@@ -110,6 +110,28 @@ def choose_memory(device: torch.device) -> Memory:
     return "pinned" if device.type == "cuda" else "pageable"
 
 
+def choose_no_autocast(device: torch.device) -> torch.autocast:
+    """Returns a context in which tensors keep their dtypes, even within an autocast."""
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
+# Dense products in half precision, by the makers' data sheets: TFLOP/s by a part of a GPU's name.
+# The first that fits counts.
+_PEAK_TFLOPS = {
+    "B200": 2250.0, "GH200": 989.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0,
+    "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "A40": 150.0,
+    "A10G": 70.0, "A10": 125.0, "RTX 6000 Ada": 364.0, "RTX A6000": 155.0, "RTX 4090": 165.0,
+    "RTX 3090": 71.0, "V100": 125.0, "T4": 65.0,
+}  # fmt: skip
+
+
+def choose_peak_tflops(device: torch.device) -> float | None:
+    """Chooses the highest rate of dense products in half precision, in TFLOP/s, that the device's
+    data sheet names; None for a CPU and for an unknown GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+
+
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function that torch.compile is to leave alone; it breaks the graph there.
 

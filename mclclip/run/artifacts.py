@@ -9,9 +9,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
-      index/                    samples.arrow  shards.json  bad_samples.json  shard_times.json
-                                manifest.json
-      text_rows/
+      index/                    samples.arrow  shards.json  bad_samples.json  manifest.json  ...
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
@@ -21,16 +19,13 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
                 relocated/      00000.tar ...  locations.npy
-                train/          grouped_index/  checkpoints/  metrics.jsonl
-                export/  embeddings/  clusters/
+                train/  export/  embeddings/  clusters/
       ...
+      teachers/ViT-L-14@openai/  export/  embeddings/  text_embeddings/
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
-      blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
-                                   benchmark/
-      filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
-      controls/ungrouped/       stage_1/ ... exports/    the same layout again
-      controls/random_groups/   likewise
-      results.jsonl             outcomes/  report.html
+      blindspots/stage_0-stage_2/  filters/filter/  text_rows/  eval_text_rows/
+      controls/ungrouped/       stage_1/ ... exports/    the same layout; random_groups/ likewise
+      results.jsonl             outcomes/  report.html  verdict.md
 """
 
 from __future__ import annotations
@@ -63,17 +58,19 @@ class Kind(NamedTuple):
     by_flags: bool = False
 
 
+_ENCODER = r"(stage_\d+|teachers/[^/]+)"
 KINDS = {
     "index": Kind("index", "index"),
     "text_rows": Kind("texts", "(eval_)?text_rows"),
-    "embeddings": Kind("embed", r"stage_\d+/embeddings"),
-    "text_embeddings": Kind("embed --text", r"stage_\d+/(text_embeddings|edited_texts/[^/]+)"),
+    "embeddings": Kind("embed", f"{_ENCODER}/embeddings"),
+    "text_embeddings": Kind("embed --text", f"{_ENCODER}/(text_embeddings|edited_texts/[^/]+)"),
     "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
     "clusters": Kind("cluster", r"stage_\d+/clusters"),
     "pseudo_labels": Kind("cluster", r"stage_\d+/pseudo_labels"),
     "relocated": Kind("relocate", r"stage_\d+/relocated"),
     "train": Kind("train", r"stage_\d+/train"),
     "export": Kind("export", r"stage_\d+/export"),
+    "teacher": Kind("embed --encoder", r"teachers/[^/]+/export", by_flags=True),
     "concat": Kind("export", r"exports/[^/]+"),
     "soup": Kind("export"),
     "filter": Kind("filter", r"filters/[^/]+", by_flags=True),
@@ -428,9 +425,8 @@ class RunPaths:
 
     variant          ``mcl``, or the name of a control such as ``ungrouped``. A control shares
                      index, stage 0 and pseudo labels with its run
-    index            the sample index
+    index, text_rows the sample index, and copies of ``model.text_rows``
     root             folder of this variant's stages: the run directory, or the control's folder
-    text_rows        copies of ``model.text_rows``; eval_text_rows of ``eval.text_rows``
     results          results.jsonl, one row per figure
     text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
     image_rows       outputs of stage 0's frozen image blocks, a row per sample
@@ -438,9 +434,8 @@ class RunPaths:
 
     def __init__(self, run_dir: Path, variant: str = "mcl") -> None:
         self.run_dir, self.variant = run_dir, variant
-        self.index = run_dir / "index"
+        self.index, self.text_rows = run_dir / "index", run_dir / "text_rows"
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
-        self.text_rows, self.eval_text_rows = run_dir / "text_rows", run_dir / "eval_text_rows"
         self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.image_rows = run_dir / "stage_0" / "image_rows"
@@ -453,6 +448,11 @@ class RunPaths:
     def stage(self, stage: int) -> Path:
         """The folder of a stage; all variants share that of stage 0."""
         return (self.run_dir if stage == 0 else self.root) / f"stage_{stage}"
+
+    def encoder(self, name: str | None) -> Path:
+        """The folder with a teacher's export and embeddings; of None that of stage 0."""
+        below = "stage_0" if name is None else f"teachers/{name.replace('/', '_')[-100:]}"
+        return self.run_dir / below
 
     def embeddings(self, stage: int) -> Path:
         """Image embeddings of a stage."""

@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
+from mclclip.run.trackers import Trackers
 
 _STATUS = Path("/proc/self/status")
 _PROFILE_ROWS = 30  # operators in the table of a profile
@@ -106,14 +107,30 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 # --- speed and memory --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes, and how fast it could.
+
+    operations    floating-point operations of a sample in a step; 0: not counted
+    peak_tflops   highest rate of the device, in TFLOP/s; None: unknown
+    """
+
+    operations: int = 0
+    peak_tflops: float | None = None
+
+
+_NOT_COUNTED = Work()
+
+
 class Meter:
-    """Measures samples per second and the share of time spent waiting for data.
+    """Measures samples per second, the share of the device's peak, and the share of time spent
+    waiting for data.
 
     The caller adds to ``steps`` and ``wait_s``; `read` returns the figures and starts anew.
     """
 
-    def __init__(self, global_batch: int, world_size: int) -> None:
-        self.global_batch, self.world_size = global_batch, world_size
+    def __init__(self, global_batch: int, world_size: int, work: Work = _NOT_COUNTED) -> None:
+        self.global_batch, self.world_size, self.work = global_batch, world_size, work
         self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
 
     def read(self, wait_s: float | None = None) -> dict[str, float]:
@@ -128,9 +145,18 @@ class Meter:
         return {
             "samples_per_s": round(per_s, 1),
             "samples_per_s_per_rank": round(per_s / self.world_size, 1),
+            **self._rates(per_s / self.world_size),
             "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
             "seconds": round(seconds, 3),
         }
+
+    def _rates(self, samples_per_s: float) -> dict[str, float]:
+        """Returns a rank's ``tflops_per_s_per_rank`` and, where the device's peak is known, ``mfu``
+        (model FLOPs utilization: PaLM, arXiv:2204.02311, appendix B), its share of that peak."""
+        tflops = self.work.operations * samples_per_s / 1e12
+        rates = {"tflops_per_s_per_rank": round(tflops, 6)} if self.work.operations else {}
+        peak = self.work.peak_tflops
+        return rates | ({"mfu": round(tflops / peak, 4)} if rates and peak else {})
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -204,7 +230,7 @@ _LOGGED = {
     "negative_loss": "negative %.3f",
     "positive_cosine": "cosine %.3f",
     "positives_per_row": "positives per row %.2f",
-    "equal_captions": "equal pairs %.0f",
+    "near_copies": "near copies %.0f",
 }
 
 
@@ -224,16 +250,17 @@ class Recorder:
 
     directory        gets metrics.jsonl (a row per ``log_every`` steps and after the last step),
                      epochs.jsonl (a row per epoch, or for the part of it that ran), warnings.jsonl
-                     (if there are any) and the folders of the sinks
+                     (if there are any) and the folders of the trackers
     name             names the training in log lines, such as 'stage 1'
     start, total     steps done before this process, and steps of the whole training
     share_bad        tells all ranks this rank's replaced samples and returns how many all ranks
                      know (data.sample_index.SharedBadSamples.add); all ranks call it at every row
-    track, config    names of the sinks, such as ``["wandb"]``, and the options they store
+    track, config    names of the trackers, such as ``["wandb"]``, and the options they store
     evaluates        True if there will be evaluations, whose rows go to evaluations.jsonl
     leaves_out       True if the engine skips bad steps, see `StepWatch`
+    work             what a rank computes, for the rates of operations
 
-    Raises ValueError on all ranks if the package of a sink is not installed.
+    Raises ValueError on all ranks if the package of a tracker is not installed.
     """
 
     directory: Path
@@ -250,10 +277,11 @@ class Recorder:
     config: Mapping[str, Any]
     evaluates: bool = False
     leaves_out: bool = False
+    work: Work = _NOT_COUNTED
 
     def __post_init__(self) -> None:
-        self.row = Meter(self.global_batch, self.context.world_size)
-        self.epoch = Meter(self.global_batch, self.context.world_size)
+        self.row = Meter(self.global_batch, self.context.world_size, self.work)
+        self.epoch = Meter(self.global_batch, self.context.world_size, self.work)
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
@@ -268,9 +296,9 @@ class Recorder:
         if not self.context.is_main:
             return None
         directory, start = self.directory, self.start
-        sinks = runlog.open_sinks(self.track, directory, config=self.config, resume_step=start)
+        trackers = Trackers.open(self.track, directory, config=self.config)
         return runlog.MetricsLog(
-            directory, resume_step=start, sinks=sinks, evaluates=self.evaluates
+            directory, resume_step=start, trackers=trackers, evaluates=self.evaluates
         )
 
     def read_batches(self, batches: Iterable[R]) -> Iterator[R]:
@@ -374,7 +402,7 @@ class Recorder:
             self.metrics.write(done, {"warning": name, "text": text}, "warnings")
 
     def close(self) -> None:
-        """Closes files and sinks; waits at most ``runlog.CLOSE_S`` seconds for each sink."""
+        """Closes files and trackers; waits for a tracker at most ``trackers.CLOSE_S`` seconds."""
         if self.metrics is not None:
             self.metrics.close()
 
@@ -389,10 +417,15 @@ class Recorder:
         if self.metrics is not None:
             self.metrics.write(done, row)
             parts_text = "".join(f" {t % row[name]}" for name, t in _LOGGED.items() if name in row)
+            rate = ""
+            if "mfu" in row:
+                rate = f"MFU {100 * row['mfu']:.1f} %, "
+            elif "tflops_per_s_per_rank" in row:  # of a device whose peak is not known
+                rate = f"{1000 * row['tflops_per_s_per_rank']:,.3g} GFLOP/s per rank, "
             self._latest = (
                 f"epoch {math.ceil(row['epoch'])} of {math.ceil(self.total / self.steps_per_epoch)}"
                 f", loss {row['loss']:.4f} lr {lr:.2e}{parts_text}, {row['samples_per_s']:,.0f} "
-                f"samples/s, waiting {100 * row['data_wait_share']:.0f} %"
+                f"samples/s, {rate}waiting {100 * row['data_wait_share']:.0f} %"
             )
             log.debug("%s step %d: %s", self.name, done, self._latest)
         self.watch.raise_if_diverged(done, **counts)

@@ -1,4 +1,4 @@
-"""Log lines, progress, the files that hold metrics, and sinks such as tensorboard.
+"""Log lines, progress, and the files that hold metrics.
 
 A training never ends because a row could not be written: failed writes are counted, and the first
 one is logged.
@@ -11,24 +11,19 @@ import json
 import logging
 import math
 import os
-import secrets
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from mclclip.ranks.failures import line_of
+from mclclip.run.trackers import Trackers
 from mclclip.util import advice
-from mclclip.util.files import printable, printable_lines, write_bytes
+from mclclip.util.files import printable, printable_lines
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
-CLOSE_S = 20.0  # a sink gets this time to flush: a pre-empted process has little
 DRAW_S = 0.1  # time between two updates of the progress line on a terminal
 LOG_S = 15.0  # time between two lines of progress in the log
 CLEAR_LINE = "\r\x1b[2K"  # makes a terminal clear its current line
@@ -111,91 +106,23 @@ def time_left(seconds: float) -> str:
     return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
-class Sink(NamedTuple):
-    """A tracker besides metrics.jsonl that gets the rows of metrics, such as wandb."""
-
-    write: Callable[[int, Mapping[str, Any]], object]
-    """``write(step, row)``"""
-    close: Callable[[], object]
-
-
-def open_sinks(
-    names: Iterable[str], directory: Path, *, config: Mapping[str, Any], resume_step: int
-) -> dict[str, Sink]:
-    """Opens the sinks in ``names``, of 'tensorboard' and 'wandb'; each gets a folder of its name.
-
-    A sink that does not start (no network, no key, a full disk) is left out with a warning. Raises
-    ValueError if its package is not installed.
-    """
-    sinks: dict[str, Sink] = {}
-    for name in names:
-        try:
-            if name == "tensorboard":
-                sinks[name] = _open_tensorboard(directory / name, resume_step)
-            else:
-                sinks[name] = _open_wandb(directory / name, config)
-        except ImportError as error:
-            raise ValueError(
-                f"track: {name} is not installed: pip install 'mclclip[track]'"
-            ) from error
-        except Exception as error:  # whatever its package raises
-            log.warning(
-                "%s does not start (%s): the training goes on without", name, line_of(error)
-            )
-    return sinks
-
-
-def _open_tensorboard(directory: Path, resume_step: int) -> Sink:
-    """Writes every number of a row as a scalar. Hides the points after ``resume_step``, which an
-    earlier process left."""
-    from torch.utils import tensorboard
-
-    module: Any = tensorboard
-    writer = module.SummaryWriter(str(directory), purge_step=resume_step + 1)
-
-    def write(step: int, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return Sink(write, writer.close)
-
-
-def _open_wandb(directory: Path, config: Mapping[str, Any]) -> Sink:
-    """Logs rows to Weights & Biases, whose environment variables apply, such as
-    WANDB_MODE=offline. wandb ignores rows of steps that it has, which a resumed training repeats.
-    """
-    import wandb  # type: ignore[import-not-found, unused-ignore]
-
-    path = directory / "run_id"  # a resumed training goes on in the same wandb run
-    if not path.exists():
-        write_bytes(path, secrets.token_hex(4).encode())
-    run: Any = wandb.init(
-        project="mclclip",
-        id=path.read_text().strip(),
-        resume="allow",
-        dir=str(directory),
-        config=json.loads(printable(json.dumps(config))),  # hides secrets, such as in signed urls
-    )
-    return Sink(lambda step, row: run.log(dict(row), step=step), run.finish)
-
-
 class JsonLines:
     """A file of strict JSON with one row per line; opening it drops rows after ``resume_step``.
 
-    Every row has a field ``step``. NaN and infinity, which JSON does not know, become null.
+    Every row has a field ``step``; ``last_step`` is that of the last row before some were dropped.
+    NaN and infinity, which JSON does not know, become null.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "ab", buffering=0)
+        self.last_step = -1
         self.file.truncate(self._length(resume_step))
 
     def _length(self, resume_step: int) -> int:
         """Returns the length in bytes of the complete rows up to ``resume_step``."""
-        length = 0
+        length, dropped = 0, False
         with open(self.path, "rb") as lines:
             for line in lines:
                 try:
@@ -205,9 +132,9 @@ class JsonLines:
                 if not isinstance(step, int):  # the row being written when the run was killed
                     log.info("%s: dropped a half-written row", self.path)
                     break
-                if step > resume_step:
-                    break
-                length += len(line)
+                dropped = dropped or step > resume_step
+                length += 0 if dropped else len(line)
+                self.last_step = step
         return length
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -236,11 +163,11 @@ class JsonLines:
 
 
 class MetricsLog:
-    """The files metrics.jsonl and epochs.jsonl and the sinks of one training; evaluations.jsonl too
-    if it ``evaluates``, and warnings.jsonl from the first warning on.
+    """The files metrics.jsonl and epochs.jsonl and the trackers of one training; evaluations.jsonl
+    too if it ``evaluates``, and warnings.jsonl from the first warning on.
 
     Opening may raise OSError. Writing and closing raise no error: ``lost`` counts the failed writes
-    by the name of the file or sink.
+    by the name of the file or tracker.
     """
 
     def __init__(
@@ -248,11 +175,11 @@ class MetricsLog:
         directory: Path,
         *,
         resume_step: int,
-        sinks: Mapping[str, Sink] | None = None,
+        trackers: Trackers | None = None,
         evaluates: bool = False,
     ) -> None:
-        self.sinks = dict(sinks or {})
-        self.lost: Counter[str] = Counter()
+        self.trackers = trackers or Trackers()
+        self.lost = self.trackers.lost
         self._warnings = Path(directory) / "warnings.jsonl"
         names = ["metrics.jsonl", "epochs.jsonl"]
         names += [self._warnings.name] if self._warnings.exists() else []
@@ -265,12 +192,12 @@ class MetricsLog:
 
     def write(self, step: int, row: Mapping[str, Any], kind: str = "metrics") -> None:
         """Appends a row to the file of its ``kind``: 'metrics', 'epochs', 'evaluations' or
-        'warnings'. Rows of 'metrics' and 'evaluations' also go to the sinks."""
+        'warnings'. Rows of 'metrics' and 'evaluations' also go to the trackers, but for those that
+        an earlier process has logged and that a resumed training repeats."""
         name = f"{kind}.jsonl"
-        self._try(name, lambda: self._file(name).write({"step": step, **row}))
-        if kind in ("metrics", "evaluations"):
-            for sink_name, sink in self.sinks.items():
-                self._try(sink_name, partial(sink.write, step, row))
+        self.lost.run(name, lambda: self._file(name).write({"step": step, **row}))
+        if kind in ("metrics", "evaluations") and step > self.files[name].last_step:
+            self.trackers.write(step, row)
 
     def earlier_rows(self) -> Iterator[dict[str, Any]]:
         """Yields the rows of metrics.jsonl so far."""
@@ -283,24 +210,9 @@ class MetricsLog:
         return self.files[name]
 
     def close(self) -> None:
-        """Closes files and sinks, and logs how many writes failed. Waits `CLOSE_S` seconds at most
-        for a sink."""
+        """Closes files and trackers, and logs how many writes failed."""
         for name, file in self.files.items():
-            self._try(name, file.close)
-        for name, sink in self.sinks.items():
-            # This runs in a thread, since a sink may wait for the network for ever.
-            closing = threading.Thread(target=self._try, args=(name, sink.close), daemon=True)
-            closing.start()
-            closing.join(CLOSE_S)
-            if closing.is_alive():
-                log.warning("%s was not closed after %g s: not waiting longer", name, CLOSE_S)
+            self.lost.run(name, file.close)
+        self.trackers.close()
         for name, count in self.lost.items():
             log.warning("%s: %s failed in all", name, count_of(count, "write"))
-
-    def _try(self, name: str, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:  # of the disk, the network, or a sink's package
-            self.lost[name] += 1
-            if self.lost[name] == 1:
-                log.warning("%s cannot be written (%s): the training goes on", name, line_of(error))

@@ -4,8 +4,9 @@ its options; ``verbs.train`` calls it."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,36 @@ from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Locations
+from mclclip.data.picture_transform import PictureTransform, as_transform
 from mclclip.data.row_store import StoredRows, left_out
 from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
-from mclclip.data.text_rows import TextRows, report_missing, width_of
+from mclclip.data.text_rows import TextRows, width_of
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
-from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.loading import (
+    load_towers,
+    prepare_model,
+    refuse_folded_norms,
+    start_from_rows,
+    train_transform,
+)
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
-from mclclip.objectives.base import Objective, ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import STARTED, Context, choose_memory
+from mclclip.ranks.process_group import STARTED, Context, choose_memory, choose_peak_tflops
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, read_identity
-from mclclip.run.recorder import Recorder, StepProfiler
+from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
+from mclclip.run.recorder import Recorder, StepProfiler, Work
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
+from mclclip.train.near_copies import report_near
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
@@ -102,13 +113,6 @@ class StageTraining:
         return self.stage > 0 and self.config.image_rows.enabled
 
     @property
-    def reads_text_rows(self) -> bool:
-        """True if rows that the user brings stand for captions: ``model.text_rows``."""
-        return bool(
-            self.options.objective.reads.captions and self.config.model_of(self.name).text_rows
-        )
-
-    @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
         """``TrainConfig.stored_texts`` after stage 0, which itself reads captions."""
         return self.options.stored_texts if self.stage > 0 else ()
@@ -126,9 +130,11 @@ class StageTraining:
             lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "image_features" in reads.base:
-            embedded = self.layout.embeddings(0)
-            lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
+        every = {encoder for encoder, what in reads.encoders if what == "image_features"}
+        if every:
+            folders = [self.layout.encoder(encoder) / "embeddings" for encoder in every]
+            without = [left_out(folder, len(self.index.shards)) for folder in folders]
+            lacking["without_embedding"] = reduce(np.union1d, without)
         return lacking
 
     @cached_property
@@ -153,10 +159,12 @@ class StageTraining:
 
     @cached_property
     def text_rows(self) -> TextRows | None:
-        """The user's rows that stand for captions, where ``model.text_rows`` is set. Raises the
-        errors of ``TextRows``."""
+        """The user's rows that stand for captions (``model.text_rows``); None where captions or no
+        texts are read. Raises the errors of ``TextRows``."""
         files = self.config.model_of(self.name).text_rows
-        return TextRows([self.layout.text_rows], width_of(files)) if files else None
+        if not files or not self.options.objective.reads.captions:
+            return None
+        return TextRows([self.layout.text_rows], width_of(files))
 
     def read_extras(self) -> list[Extra]:
         """Returns further tensors of every sample, which the objective reads. Raises ValueError
@@ -164,10 +172,10 @@ class StageTraining:
         reads, extras = self.options.objective.reads, list[Extra]()
         if reads.digests:
             pictures = self.index if self.reads_image_rows else None
-            extras.append(EqualityDigests(clean_caption, pictures))
+            extras.append(EqualityDigests(clean_caption, pictures, sorted(reads.digests)))
         edits = next(filter(None, self.stored_texts), None)
-        if reads.base - {"model"} or edits:
-            extras.append(BaseFeatures(self.layout, self.index, reads.base, edits))
+        if reads.stored or edits:
+            extras.append(BaseFeatures(self.layout, self.index, reads.stored, edits))
         return extras
 
     @cached_property
@@ -214,9 +222,6 @@ def read_inputs(training: StageTraining) -> TrainingInputs:
     def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
         if edits := training.options.objective.reads.edits:
             report_edits(edits, index, config.data, training.name)
-        if training.reads_text_rows:
-            assert training.text_rows is not None
-            report_missing(training.text_rows, index, config.data)
         classes, locations, image_rows = training.classes, _open_locations(training), None
         if training.reads_image_rows:
             whole = not config.writes_image_rows
@@ -253,8 +258,7 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
     base = config.model_of(training.name)
     same: dict[str, Any] = {"projector": base.projector, "augmentation": base.augmentation}
     if stage == 0 or config.trained_model is not None:
-        same |= {"text": base.text, "image_weights": base.image_weights}
-        same |= {"long_context": base.long_context, "text_rows": base.text_rows}
+        same |= {"image_weights": base.image_weights, **base.of_towers}
         model = load_towers(base.name, base.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.
@@ -264,8 +268,6 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
         model = load_towers(
             training.layout.export(stage - 1 if options.start == "previous" else 0), **same
         )
-    if base.text_rows:
-        model.tokenizer = training.text_rows
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
@@ -298,6 +300,7 @@ def build_objective(
             betas=options.betas,
             eps=options.eps,
             classes=classes,
+            teacher=partial(_open_teacher, training.layout),
         )
     )
     modules = (*model.modules(), *objective.modules())
@@ -309,31 +312,61 @@ def build_objective(
     return objective
 
 
+def _open_teacher(layout: RunPaths, name: str | None) -> Teacher:
+    """Returns an encoder that an objective reads; its weights are read when it is loaded."""
+    directory = layout.encoder(name) / "export"
+    counts = read_manifest(directory, "export" if name is None else "teacher").counts
+    return Teacher(counts["width"], counts["logit_scale"], partial(_load_teacher, directory))
+
+
+@cache
+def _load_teacher(directory: Path) -> Encoder:
+    """Loads a teacher once for all terms of an objective."""
+    return load_model(directory)
+
+
+def log_groups(training: StageTraining, module: ModelWithObjective) -> None:
+    """Logs the learning rates, weight decays and numbers of the parameters of each part.
+
+    Call it before an engine replaces the parameters. Raises ValueError for patterns of
+    ``parameters`` that match nothing.
+    """
+    how, decay = training.options, training.options.weight_decay
+    for row in describe_groups(module, how.lr, how.parameters, decay):
+        lowest, highest = (f"{rate:.3g}" for rate in row["lr"])
+        rates = lowest if lowest == highest else f"{lowest} to {highest}"
+        log.info(
+            "stage %d: %s: lr %s, weight decay %g, %s, %s weights", training.stage, row["name"],
+            rates, row["weight_decay"], count_of(row["tensors"], "tensor"), f"{row['weights']:,}",
+        )  # fmt: skip
+
+
 def build_trainer(
     training: StageTraining,
     inputs: TrainingInputs,
-    model: Model,
-    objective: Objective,
+    module: ModelWithObjective,
     groups: StageGroups,
     identity: str,
     steps: int | None,
+    operations: int,
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity   digest of the inputs and options, for ``build_checkpoints``
-    steps      number of steps of the whole training; None: as the options say
+    identity     digest of the inputs and options, for ``build_checkpoints``
+    steps        number of steps of the whole training; None: as the options say
+    operations   floating-point operations of a sample in a step
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    module = ModelWithObjective(model, objective, options.precision).to(context.device)
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=model.blocks(), precision=options.precision, clip_grad_norm=options.clip_grad_norm,
-        ema_decay=options.ema_decay, outside=objective.outside(),
+        blocks=module.model.blocks(), precision=options.precision,
+        clip_grad_norm=options.clip_grad_norm, ema_decay=options.ema_decay,
+        outside=module.objective.outside(),
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -352,14 +385,24 @@ def build_trainer(
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out,
+        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
     )  # fmt: skip
+    sizes = options.image_sizes(total, plan.steps_per_epoch)
+    if options.image_size:
+        parts = [
+            f"{size or module.model.image_size} pixels from step {at + 1}" for at, size in sizes
+        ]
+        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
+    compiles = options.engine.compile != "off"
+    compile_steps = {start, *(at for at, _ in sizes)} if compiles else set[int]()
     deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
     run_dir, traces = training.layout.run_dir, training.directory / "profile"
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
-        batches=build_loader(training, inputs, plan, known_bad, model, range(start, total)),
+        batches=build_loader(
+            training, inputs, plan, known_bad, module.model, range(start, total), sizes
+        ),
         boundary=StepBoundary(context, run_dir, poll_s=config.poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
@@ -367,7 +410,7 @@ def build_trainer(
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
         profiler=StepProfiler(traces, options.profile_steps, total, context.device, context.rank),
-        compiles=options.engine.compile != "off",
+        compile_steps=compile_steps,
     )  # fmt: skip
 
 
@@ -405,10 +448,11 @@ def build_loader(
     known_bad: np.ndarray,
     model: Model,
     steps: range,
+    sizes: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Loader[Batch]:
-    """This rank's batches of ``steps``, in order."""
+    """This rank's batches of ``steps``, in order; ``sizes`` of pictures by their first steps."""
     say_equal = steps.start == 0 and training.context.is_main
-    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal)
+    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal, sizes)
     batches = collectives.raise_on_every_rank(make, "train")
     dataset = batches.dataset
 
@@ -435,22 +479,28 @@ def _build_batches(
     known_bad: np.ndarray,
     model: Model,
     say_equal: bool,
+    sizes: Sequence[tuple[int, int | None]],
 ) -> TrainingBatches:
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
-    rows have an equal caption or picture."""
+    rows have an equal caption or picture, or near copies."""
     objective = training.options.objective
     cached = training.stage > 0 and training.options.reads_text_embeddings
     text = StoredRows(training.layout.text_embeddings, training.index) if cached else None
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
-    train = model.preprocess_train
-    rows = training.text_rows if training.reads_text_rows else None
+    augmentation = training.config.model_of(training.name).augmentation
+    transforms = list[tuple[int, PictureTransform]]()
+    for start, size in sizes:
+        train = train_transform(model, augmentation, size)
+        fast = training.pixels == "fast"
+        transforms.append((start, as_transform(fast_transform(train) if fast else train)))
+    rows = training.text_rows
     tokenized = objective.reads.captions and text is None and rows is None
     dataset = TarDataset(
         training.index,
         training.config.data,
-        fast_transform(train) if training.pixels == "fast" else train,
+        transforms[0][1],
         tokenizer=fetch_tokenizer(model.tokenizer) if tokenized else None,
         image_rows=inputs.image_rows,
         text_features=text,
@@ -467,9 +517,14 @@ def _build_batches(
         world_size=training.context.world_size,
         class_labels=inputs.classes,
         bad_ids=known_bad,
+        transforms=transforms if inputs.image_rows is None else (),
     )
     dataset.check()
     is_far = bool(dataset.bytes.reader.urls)
     if say_equal and dataset.reads_text and (objective.reads.digests or not is_far):
         report_equal(batches, clean_caption)
+    if say_equal:
+        base = next((extra for extra in inputs.extras if isinstance(extra, BaseFeatures)), None)
+        for near in objective.reads.near_copies:
+            report_near(batches, near, base, clean_caption)
     return batches

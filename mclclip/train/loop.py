@@ -14,9 +14,10 @@ undisturbed one does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +122,22 @@ class ModelWithObjective(nn.Module):
         return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def hold_garbage_collector() -> Iterator[None]:
+    """Python's garbage collector does not run by itself in the block. There it would halt a step,
+    on one rank at a time, while all others wait. Objects that exist already are left out of
+    collections that the block asks for, so these take a millisecond."""
+    was_enabled = gc.isenabled()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass
 class PeriodicEvaluation:
     """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
@@ -212,7 +229,7 @@ class Trainer:
     checkpoint_every   steps between checkpoints
     profiler           traces the steps that the options name
     evaluation         evaluates the checkpoints of some steps; None: no evaluations
-    compiles           the first step compiles the model, so ranks wait for it without a limit
+    compile_steps      steps that compile the model, for which ranks wait without a limit
     done               number of finished steps, counted from the start of the whole training
     """
 
@@ -228,7 +245,7 @@ class Trainer:
     checkpoint_every: int
     profiler: StepProfiler
     evaluation: PeriodicEvaluation | None = None
-    compiles: bool = False
+    compile_steps: Set[int] = frozenset()
     done: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -242,7 +259,8 @@ class Trainer:
         with one line, on all ranks, if the training has diverged; a state that is not finite is
         never saved.
         """
-        with signals.defer_requests(), contextlib.closing(self.recorder), self._errors():
+        held = hold_garbage_collector()
+        with held, signals.defer_requests(), contextlib.closing(self.recorder), self._errors():
             # A training that resumes at a step that is evaluated evaluates it again.
             if not self._evaluate():
                 self._take_steps()
@@ -274,7 +292,7 @@ class Trainer:
 
     def _step(self, batch: Batch) -> None:
         objective, context, step = self.module.objective, self.engine.context, batch.step
-        compiles = self.compiles and step == self.recorder.start
+        compiles = step in self.compile_steps
         with without_limit() if compiles else contextlib.nullcontext(), self.profiler.step(step):
             batch = self.module.on_device(batch, context.device)
             seed_everything(*self.seed_words, step, context.rank)  # of dropout
@@ -289,6 +307,8 @@ class Trainer:
         if done % self.checkpoint_every == 0 or done == self.recorder.total:
             self._save(done)
         self.recorder.end_epoch(done)
+        if self.recorder.is_row_due(done):
+            gc.collect()  # of the few objects that are new since the loop began
         self.done = done
 
     # ---------------------------------------------------------------------------------------------
@@ -303,6 +323,7 @@ class Trainer:
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
         figures = self.evaluation.measure(done)
+        gc.collect()
         self.recorder.write_evaluation(done, figures, time.perf_counter() - since)
         self.checkpoints.best = self.evaluation.exported_step
         if self.evaluation.patience_is_over:

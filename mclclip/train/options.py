@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, field
 from typing import Any, Literal
 
@@ -12,9 +13,10 @@ from mclclip.checkpoint import CheckpointConfig
 from mclclip.data.options import PlanConfig, SentencesConfig
 from mclclip.engines import EngineConfig
 from mclclip.models.options import LockConfig, LoraConfig
+from mclclip.models.patterns import ParameterConfig
 from mclclip.objectives.base import AnyObjective, parse
 from mclclip.util.caption_rules import HardCaptions
-from mclclip.util.options import NO_RESULT, STRICT, BelowOne, Decay, PositiveShare, Share
+from mclclip.util.options import NO_RESULT, STRICT, BelowOne, Decay, Share
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -48,6 +50,16 @@ class EvaluateConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
+class ImageSizeConfig:
+    """Pictures of another size than the model's own, for some epochs of a training."""
+
+    size: PositiveInt
+    """Height and width in pixels."""
+    epochs: PositiveFloat | None = None
+    """For how many epochs, which may be a part of one; null: for all that remain."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """One training: its data order, its optimizer, its records."""
 
@@ -70,6 +82,10 @@ class TrainConfig:
     """Adapters on the image tower; the adapted layers' own weights are frozen (null: none)."""
     patch_dropout: BelowOne = 0.0
     """Share of a picture's patches that an unlocked ViT does not see in training (FLIP)."""
+    image_size: list[ImageSizeConfig] = field(default_factory=list)
+    """Train on smaller (or larger) pictures first, and on the model's own size after the epochs
+    listed: ``[{size: 160, epochs: 19}]`` of 20 epochs (FixRes, CLIPA). Position embeddings are
+    resized in every step; the model keeps its own. Empty: its own size throughout."""
     engine: EngineConfig = field(default=EngineConfig(), metadata=NO_RESULT)
     optimizer: str = "adamw"
     """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
@@ -79,8 +95,10 @@ class TrainConfig:
     """Learning rate after the warm-up."""
     warmup: Share = 0.1
     """Share of the steps over which the learning rate rises from zero."""
-    layer_decay: PositiveShare | None = None
-    """Each block's learning rate is this factor times that of the block after it (null: equal)."""
+    parameters: list[ParameterConfig] = field(default_factory=list)
+    """Learning rates, weight decay and freezing by patterns of names, such as ``[{match: "image.*",
+    lr_scale: 0.1, layer_decay: 0.7}, {match: "*embedding*", weight_decay: 0}]``. For each property,
+    the first entry that matches a parameter and states the property counts."""
     weight_decay: NonNegativeFloat = 0.2
     """Weight decay (none on norms, biases and the logit scale)."""
     start_decay: NonNegativeFloat = 0.0
@@ -129,8 +147,24 @@ class TrainConfig:
         stands for the captions as they are, ``HardCaptions`` for captions edited so."""
         reads = self.objective.reads
         if not self.reads_text_embeddings:
-            return (None,) if "text_features" in reads.base else ()
+            return (None,) if "text_features" in reads.of_stage_0 else ()
         return (None,) if reads.edits is None else (None, reads.edits)
+
+    def image_sizes(self, total: int, steps_per_epoch: int) -> list[tuple[int, int | None]]:
+        """Returns the first step of each image size of a training of ``total`` steps, with the
+        size; None: the model's own.
+
+        Epochs are shares of the steps, so that a control changes the size at the same steps; where
+        ``steps`` is set they are ``steps_per_epoch`` each.
+        """
+        per_epoch = total / self.epochs if self.steps is None else steps_per_epoch
+        starts, epochs = list[tuple[int, int | None]](), 0.0
+        for part in self.image_size:
+            starts.append((round(epochs * per_epoch), part.size))
+            epochs += math.inf if part.epochs is None else part.epochs
+        if not math.isinf(epochs):
+            starts.append((round(epochs * per_epoch), None))
+        return [start for start in starts if start[0] < max(total, 1)]
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of ``models.loading.prepare_model`` beside the model and the seed."""
@@ -141,12 +175,14 @@ class TrainConfig:
         return {
             "lock": asdict(self.lock) | unused | bias,
             "lora": None if self.lora is None else asdict(self.lora),
+            "parameters": self.parameters,
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,
             "patch_dropout": self.patch_dropout,
+            "image_sizes": [part.size for part in self.image_size],
         }
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """Arguments of ``models.optimizer.build_optimizer`` beside the module."""
-        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "start_decay", "lr")
+        same = ("weight_decay", "betas", "eps", "momentum", "parameters", "start_decay", "lr")
         return {"name": self.optimizer} | {name: getattr(self, name) for name in same}

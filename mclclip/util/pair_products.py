@@ -1,4 +1,5 @@
-"""Computes products of given pairs of rows by one C++ loop, which copies no row."""
+"""Products of given pairs of rows, and weighted sums of given rows, by loops in C++ that copy no
+row."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
@@ -18,6 +20,21 @@ def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> T
     places = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
     products: Tensor = torch.sparse.sampled_addmm(places, left, right.T, beta=0.0).values()
     return products
+
+
+def starts_of(counts: Tensor) -> Tensor:
+    """Returns where each of n runs of these lengths starts, and where the last ends, [n + 1]."""
+    return functional.pad(counts.cumsum(0), (1, 0))
+
+
+def weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Returns rows i: the sum of ``weights[p] * table[ids[p]]`` for p in starts[i]..starts[i + 1].
+
+    Rows of ``table`` are not copied, and always added in the same order.
+    """
+    return functional.embedding_bag(
+        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
 
 
 with warnings.catch_warnings():

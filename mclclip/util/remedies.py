@@ -23,8 +23,10 @@ sigmoid         controls=[ungrouped] train.objective.kind=sigmoid  # SigLIP's lo
 supcon          num_stages=1 train.objective.kind=supcon train.objective.groups=false  # by cluster
 hard_captions   controls=[ungrouped] train.objective.kind=info_nce \
                 train.objective.hard_captions={}  # edited captions as further texts
+near_copies     controls=[ungrouped] train.objective.kind=info_nce \
+                train.objective.near_copies={"threshold":0.95}  # near copies are no negatives
 equal_captions  controls=[ungrouped] train.objective.kind=info_nce \
-                train.objective.equal_captions=masked  # equal captions are no negatives
+                train.objective.near_copies={"threshold":1.0}  # equal captions are no negatives
 preserve        controls=[ungrouped] train.objective=[{"kind":"info_nce"},{"kind":"preserve"}] \
                 # and similarities held near the base's
 more_steps      num_stages=1 controls=[ungrouped] encoder=stage_1  # one training, all the steps

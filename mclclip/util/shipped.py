@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import textwrap
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 _PACKAGE = Path(str(resources.files("mclclip")))
 RECIPES = _PACKAGE / "launch" / "recipes"
@@ -21,6 +26,7 @@ PLUGINS = {
     "export/targets": "TARGET = ",
     "figures": "FIGURE = ",
     "objectives": "class Options(",
+    "run/trackers": "def open_tracker(",
 }
 """How a line begins by which a module of a folder is found as a plugin of its name."""
 _COPIED = ("launch/*.sh", "launch/recipes/*.*", "slurm/*.sbatch")
@@ -33,6 +39,18 @@ def plugins(folder: str, declaring: str = "") -> tuple[str, ...]:
     line = re.compile(f"^{re.escape(PLUGINS[folder])}.*{re.escape(declaring)}", re.MULTILINE)
     paths = (_PACKAGE / folder).glob("*.py")
     return tuple(sorted(path.stem for path in paths if line.search(path.read_text())))
+
+
+def installed(group: str) -> EntryPoints:
+    """Returns the plugins of other packages: the entry points of a group, found on ``sys.path``."""
+    return _installed(group, tuple(sys.path))
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
+    from importlib.metadata import entry_points  # a tenth of the time that help may take
+
+    return entry_points(group=group)
 
 
 def recipe_names() -> list[str]:

@@ -2,8 +2,8 @@
 
 Credentials come from the environment variables that obstore documents (``AWS_ACCESS_KEY_ID``,
 ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...), for
-HTTP from ``~/.netrc``, and for ``hf://`` from ``HF_TOKEN``. They are not sent to another host on a
-redirect.
+HTTP from ``~/.netrc``, and for ``hf://`` from ``HF_TOKEN`` or ``hf auth login``. They are not sent
+to another host on a redirect.
 
 obstore's threads do not survive a fork: a forked child that used them would hang together with its
 parent. So `open_store` refuses a process that was forked after its parent had used obstore, and a
@@ -23,28 +23,32 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore.store
+from huggingface_hub import get_token
 
 from mclclip.util.files import printable
 from mclclip.util.options import protocol_of
 
 _MOST_STORES = 4096  # so many stores stay open; each bucket, host and signature has its own
-HUB_URL = re.compile(r"hf://datasets/([^/@?]+/[^/@?]+)(?:@([^/?]+))?/([^?]+)")
+_HUB = r"hf://datasets/([^/@?]+/[^/@?]+)(?:@([^/?]+))?"
+HUB_URL = re.compile(f"{_HUB}/([^?]+)")
 _opened_by: list[int] = []  # the number of the first process that has used obstore
 
 
 def open_store(url: str, retries: int, timeout_s: float) -> tuple[Any, str]:
     """Returns obstore's store for a url, and the path of the object in the store.
 
+    A data set of the hub without a file, 'hf://datasets/ORG/NAME', is the hub's description of it.
     A store keeps its connections open; urls of the same bucket, or the same host and query, share
     one. Raises RuntimeError in a process that was forked after its parent had opened stores.
     """
     _check_process()
     header = ""
-    if hub := HUB_URL.match(url):
-        name, revision, file = hub.groups()
+    if hub := re.match(f"{_HUB}(?:/([^?]+))?", url):
+        name, revision, file = hub[1], hub[2] or "main", hub[3]
         host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-        url = f"{host}/datasets/{name}/resolve/{revision or 'main'}/{file}"
-        header = f"Bearer {os.environ['HF_TOKEN']}" if os.environ.get("HF_TOKEN") else ""
+        url = f"{host}/api/datasets/{name}/revision/{revision}"
+        url = f"{host}/datasets/{name}/resolve/{revision}/{file}" if file else url
+        header = f"Bearer {token}" if (token := get_token()) else ""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         base, path = f"{parts.scheme}://{parts.netloc}", url.split("/", 3)[3:]

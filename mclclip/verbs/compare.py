@@ -421,7 +421,8 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
     import pandas
 
     mixed = len({c.row.unit for c in comparisons}) > 1
-    short = table[["benchmark", "metric", "model"]].join(
+    names = ["benchmark", "metric", "model"] + ["against"] * (table["against"].nunique() > 1)
+    short = table[names].join(
         pandas.DataFrame(_cells(c, "value" if mixed else c.row.unit.name) for c in comparisons)
     )
     if format == "latex":

@@ -141,7 +141,8 @@ def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
     text = f"{width:.0f} x {height:.0f} pixels in the median, shorter sides {shorter.min():,} to "
     text += f"{shorter.max():,}"
     try:
-        side = model_config(config.model.name).get("vision_cfg", {}).get("image_size", 224)
+        vision = model_config(config.model.name).get("vision_cfg", {})
+        side = config.model.image_size or vision.get("image_size", 224)
     except (ValueError, FileNotFoundError) as error:
         return finding("sizes", text, f"the model cannot be read ({error})")
     share = float((shorter < np.min(side)).mean())

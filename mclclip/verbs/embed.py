@@ -4,6 +4,9 @@ A batch never crosses the border of a shard, so a file's content does not depend
 ranks, and a killed run resumes at the first missing file. A sample that cannot be decoded has a row
 of zeros, and is listed beside the file and in the index's ``bad_samples.json``.
 
+A teacher, from which objectives learn (`distill`), is copied into the run directory once, and
+embedded like a stage.
+
 With ``image_rows.enabled`` stage 0 first writes the outputs of its frozen blocks for every image,
 in the same way. All trainings and later embedding passes have the same frozen blocks, so they start
 from these rows instead of images (`loading.start_from_rows`).
@@ -12,7 +15,8 @@ from these rows instead of images (`loading.start_from_rows`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +33,14 @@ from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenize
-from mclclip.data.text_rows import KIND, TextRows, report_missing
-from mclclip.models import memory
-from mclclip.models.loading import load_towers, start_from_rows
+from mclclip.data.text_rows import KIND, TextRows
+from mclclip.export import ExportStep
+from mclclip.models import memory, weights
+from mclclip.models.encoder import Encoder, counts_of, load_model
+from mclclip.models.encoder_names import RANDOM, identify_encoder, split_name
+from mclclip.models.loading import load_towers, refuse_without_weights, start_from_rows
 from mclclip.models.model import Model, unit
+from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
@@ -50,62 +58,78 @@ def run(
     config: Config,
     context: Context,
     *,
-    stage: int,
+    stage: int | None = None,
+    encoder: str | None = None,
     text: bool | None = None,
     readers: Sequence[Config] = (),
     force: Remake = Remake.NOTHING,
 ) -> Path:
-    """Embeds every image of the index with the export of ``stage``; returns the directory.
+    """Embeds every image of the index with the export of ``stage``, or with a teacher (``encoder``,
+    NAME@TAG or a folder); returns the directory.
 
     Writes ``embeddings/NNNNN.npy``, the unit features [n, D] of shard NNNNN in index order.
 
-    With ``text`` (default: at stage 0, if clustering or training uses them) it embeds the captions
-    too, into stage 0's ``text_embeddings``: one row per caption, in the order of samples. If a
-    training reads embeddings of ``h`` edits of each caption, ``edited_texts`` has rows [h D] in the
-    same order. The edits are drawn once, equally for every seed; zeros stand for missing ones.
-    ``readers``: configurations of other runs that start from this stage 0; the texts that their
-    trainings read are embedded too.
+    With ``text`` it embeds the captions too, into ``text_embeddings``: one row per caption, in the
+    order of samples. The default: those of stage 0 if clustering or training uses them, and of a
+    teacher if a training does. If a training reads embeddings of ``h`` edits of each caption,
+    stage 0's ``edited_texts`` has rows [h D] in the same order. The edits are drawn once, equally
+    for every seed; zeros stand for missing ones. ``readers``: configurations of other runs that
+    start from this stage 0; the texts that their trainings read are embedded too.
 
     Finished embeddings without rows for samples that have been restored since are kept, with a
     warning; any ``force`` makes them again. Raises ValueError for text if no sample has a caption,
     and for text of another stage than 0: all stages are compared with the texts of stage 0.
     """
-    if text and stage != 0:
+    if text and stage:
         raise ValueError(
             f"--text with --stage {stage}: captions are embedded by stage 0 alone, leave one out"
         )
-    layout = RunPaths.of(config)
+    stage = stage or 0  # a teacher has none
+    layout, every = RunPaths.of(config), (config, *readers)
     index = SampleIndex.open(layout.index)
-    every = (config, *readers) if stage == 0 else ()
-    texts = [edits for reader in every for edits in reader.stored_texts]
+    texts: list[HardCaptions | None] = []
+    if encoder is not None:
+        texts = [None] if any(reader.teachers.get(encoder) for reader in every) else []
+    elif stage == 0:
+        texts = [edits for reader in every for edits in reader.stored_texts]
     if text is not None:
         texts = [None, *texts] if text else []
     if texts:
         if without := len(index.without_caption("embed with text")):
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-    how, options = Pass(config, context, layout, index, stage), config.embed
+    folder = layout.stage(stage) if encoder is None else layout.encoder(encoder)
+    how, options = Pass(config, context, layout, index, stage, folder, encoder), config.embed
     precision = options.dtype, options.precision
-    if config.writes_image_rows and stage == 0:
+    if encoder is not None:
+        collectives.on_main(partial(_export_teacher, encoder, folder / "export", force))
+    elif config.writes_image_rows and stage == 0:
         blocks = collectives.on_main(partial(_count_frozen_blocks, config, layout, force))
         rows = ImageRows(config.image_rows.dtype, options.precision, blocks)
         how.embed(rows, layout.image_rows, force)
-    how.embed(Embeddings(*precision, options.feature), layout.embeddings(stage), force)
+    feature = options.feature if encoder is None else "projected"
+    how.embed(Embeddings(*precision, feature), folder / "embeddings", force)
     for edits in texts:
         step = TextEmbeddings(*precision, None if edits is None else edits.drawn_by)
-        replace(how, edits=edits).embed(step, directory_of(layout, edits), force)
-    return layout.embeddings(stage)
+        directory = folder / "text_embeddings" if edits is None else directory_of(layout, edits)
+        replace(how, edits=edits).embed(step, directory, force)
+    return folder / "embeddings"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of a stage's encoder over the images or captions of the index, or over ``edits`` of
-    the captions."""
+    """A pass of an encoder over the images or captions of the index, or over ``edits`` of the
+    captions.
+
+    folder    that of the stage, or of the teacher ``encoder``; its ``export`` is the encoder
+    """
 
     config: Config
     context: Context
     layout: RunPaths
     index: SampleIndex
     stage: int
+    folder: Path
+    encoder: str | None = None
     edits: HardCaptions | None = None
 
     def embed(self, step: Step[Pass], directory: Path, force: Remake) -> None:
@@ -130,10 +154,16 @@ class Pass:
 
     def inputs(self) -> dict[str, str]:
         """Returns the digests of the index and of the encoder."""
-        encoder = read_manifest(self.layout.export(self.stage), "export")
+        kind = "export" if self.encoder is None else "teacher"
+        encoder = read_manifest(self.folder / "export", kind)
         return {"index": self.index.digest, "encoder": encoder.digest}
 
-    def source(self, model: Model, rows: StoredRows | None = None) -> TarDataset:
+    def load(self) -> Model | Encoder:
+        """Loads the encoder on the CPU: of a stage its model, which may start from rows."""
+        export = self.folder / "export"
+        return load_towers(export).eval() if self.encoder is None else load_model(export)
+
+    def source(self, model: Model | Encoder, rows: StoredRows | None = None) -> TarDataset:
         """Opens the samples as ``model`` takes them; raises if a shard has changed or is gone."""
         data = self.config.data
         collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
@@ -196,6 +226,45 @@ class ImageRows(Step[Pass]):
         return how.write(out, passes, self.dtype, *shape, shape=list(shape))
 
 
+def _export_teacher(encoder: str, directory: Path, force: Remake) -> None:
+    """Writes a teacher into the run directory, unless it is there. Raises ValueError for a name
+    without weights, and the errors of ``load_model``."""
+    name, tag = split_name(encoder)
+    path = Path(str(name).removeprefix("local-dir:"))
+    joined = (path / weights.CONCAT).is_file()
+    if not joined and tag is None:
+        refuse_without_weights(name)
+    pretrained = None if tag == RANDOM else tag
+    identity = identify_encoder(ModelConfig(str(name), pretrained))
+
+    def write(out: Path) -> dict[str, Any]:
+        if joined:  # it has no one model that could be saved
+            for file in weights.files_of(path):
+                shutil.copyfile(path / file, out / file)
+        else:
+            load_towers(name, pretrained).save(out)
+        return counts_of(load_model(out))
+
+    make_artifact(TeacherExport(identity), directory, ({}, write), force)
+
+
+@dataclass(frozen=True)
+class TeacherExport(ExportStep):
+    """An encoder from which trainings learn; ``model``: the fields that determine it."""
+
+    kind = "teacher"
+    model: Mapping[str, Any]
+
+
+def _refuse_not_finite(rows: np.ndarray) -> None:
+    """Raises ValueError for features that are no numbers."""
+    if not np.isfinite(rows).all():
+        raise ValueError(
+            "the encoder gives features that are not numbers, such as NaN: set embed.precision="
+            "fp32, or take another encoder"
+        )
+
+
 def _count_frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int:
     """Returns the number of first blocks that no stage trains. Raises ValueError if there are none,
     and if finished embeddings were computed from images."""
@@ -225,6 +294,8 @@ class Embeddings(Step[Pass]):
     def reads(self, how: Pass) -> dict[str, str]:
         """Returns the digests of the index, the encoder, and the image rows if they are read."""
         inputs = how.inputs()
+        if how.encoder is not None:
+            return inputs
         if how.config.writes_image_rows:
             inputs["image_rows"] = read_manifest(how.layout.image_rows, IMAGE_ROWS).digest
         elif how.config.image_rows.enabled and how.stage:
@@ -234,8 +305,9 @@ class Embeddings(Step[Pass]):
     def make(self, out: Artifact, how: Pass) -> Made:
         """Writes the missing files."""
         config, context = how.config, how.context
-        model, rows = load_towers(how.layout.export(how.stage)).eval(), None
+        model, rows = how.load(), None
         if "image_rows" in out.inputs:
+            assert isinstance(model, Model)
             whole = not config.writes_image_rows
             open_rows = partial(StoredRows.of_images, how.layout, how.index, whole=whole)
             rows = collectives.on_main(open_rows)
@@ -244,10 +316,13 @@ class Embeddings(Step[Pass]):
 
         def features(pixels: Tensor) -> np.ndarray:
             if self.feature == "pooled":
+                assert isinstance(model, Model)
                 encode = partial(model.encode_tail, pixels, model.first_block, project=False)
             else:
                 encode = partial(model.encode_image, pixels)
-            return unit(forward(config, context, encode)).cpu().numpy()
+            rows = unit(forward(config, context, encode)).cpu().numpy()
+            _refuse_not_finite(rows)
+            return rows
 
         passes = partial(image_batches, config, context, source, model, encode=features)
         return how.write(out, passes, self.dtype, model.embed_dim)
@@ -273,11 +348,10 @@ class TextEmbeddings(Step[Pass]):
 
     def make(self, out: Artifact, how: Pass) -> Made:
         """Writes the missing files."""
-        model = load_towers(how.layout.export(how.stage)).eval().to(how.context.device)
+        model = how.load().to(how.context.device)
         source = how.source(model)
         if isinstance(model.tokenizer, TextRows):
-            rows = model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
-            collectives.on_main(lambda: report_missing(rows, how.index, how.config.data))
+            model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
         per_caption = 1 if how.edits is None else how.edits.per_caption
         captions = how.index.num_captions
@@ -291,7 +365,7 @@ def _caption_batches(
     config: Config,
     context: Context,
     source: TarDataset,
-    model: Model,
+    model: Model | Encoder,
     edits: HardCaptions | None,
     shards: Sequence[Shard],
 ) -> Passes:
@@ -325,6 +399,7 @@ def _caption_batches(
                 encode = partial(model.encode_text, tokens.to(context.device))
                 present = np.arange(num) < np.array([[len(of_one)] for of_one in some])
                 features[present] = unit(forward(config, context, encode)).cpu().numpy()
+                _refuse_not_finite(features)
             return features.reshape(len(some), -1), {}
 
         yield map(encode_some, range(0, len(texts), size))

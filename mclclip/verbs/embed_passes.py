@@ -23,6 +23,7 @@ from mclclip.data.loader import Loader
 from mclclip.data.row_store import RowBatch, find_done_shards, read_notes, write_shard
 from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.models.encoder import Encoder
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -39,7 +40,7 @@ def image_batches(
     config: Config,
     context: Context,
     source: TarDataset,
-    model: Model,
+    model: Model | Encoder,
     shards: Sequence[Shard],
     encode: Callable[[Tensor], np.ndarray],
 ) -> Passes:

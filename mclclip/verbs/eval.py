@@ -26,7 +26,8 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.models import transformers_folder
-from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.encoder_names import RANDOM, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
@@ -356,13 +357,16 @@ def evaluate(
     path: Path | None = None,
     force: Remake = Remake.NOTHING,
     choices: Mapping[str, str] | None = None,
+    widths: Sequence[int] = (),
 ) -> list[Result]:
     """Evaluates ``models`` and returns the new rows.
 
     ``models``: by name a directory, NAME@PRETRAINED of open_clip, or NAME@random for random
     weights. ``benchmarks``: default is ``eval.suite``. ``path``: where rows are kept (default: the
     run's results.jsonl). A benchmark is skipped if ``path`` has its rows for the same model files,
-    options and precision, unless ``force`` is ``ALL``. ``SuiteJudge`` explains ``choices``.
+    options and precision, unless ``force`` is ``ALL``. ``SuiteJudge`` explains ``choices``. Every
+    model is evaluated at each of the ``widths`` too, as ``NAME:WIDTH``, by the first so many
+    numbers of its features; widths that its features do not exceed are left out.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     raise_on_every_rank(partial(check, benchmarks))
@@ -377,17 +381,14 @@ def evaluate(
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = split_name(where)
-        identity = on_main(partial(identity_of, location, pretrained))
+        whole = on_main(partial(identity_of, location, pretrained))
+        identities = {None: whole} | {width: digest_json([whole, width]) for width in widths}
         earlier = [] if force is Remake.ALL else on_main(partial(results.read, path))
-        digests = {
-            row.benchmark: row.protocol.get("evaluation") for row in earlier if row.model == name
-        }
         pending = {
-            title: benchmark
-            for title, benchmark in benchmarks.items()
-            if digests.get(title) != evaluation_digest(benchmark, identity, precision)
+            width: _pending(benchmarks, earlier, name_at(name, width), identity, precision)
+            for width, identity in identities.items()
         }
-        if not pending:
+        if not any(pending.values()):
             if benchmarks:
                 log.info("%s is evaluated already", name)
             continue
@@ -395,9 +396,44 @@ def evaluate(
             partial(load_model, location, pretrained, device=str(context.device))
         )
         trained_on = on_main(partial(_trained_on, [location], config))
-        judge = SuiteJudge(pending, context, trained_on, choices or {}, settings)
-        rows += judge.measure(encoder, path, name, identity)
+        for width, some in pending.items():
+            if not some or (width is not None and not _is_wider(encoder, name, width)):
+                continue
+            measured = encoder if width is None else encoder.cut(width)
+            judge = SuiteJudge(some, context, trained_on, choices or {}, settings)
+            rows += judge.measure(measured, path, name_at(name, width), identities[width])
     return rows
+
+
+def name_at(name: str, width: int | None) -> str:
+    """Returns the name of a model's rows at a width of its features, such as 'stage_1:64'."""
+    return name if width is None else f"{name}:{width}"
+
+
+def _is_wider(encoder: Encoder, name: str, width: int) -> bool:
+    """Returns True if the features of each stage have more than ``width`` numbers, and warns if
+    they have fewer."""
+    dim: int = min(stage.embed_dim for stage in encoder.stages)
+    if dim < width:
+        log.warning("%s has features of %d numbers: no width %d of them", name, dim, width)
+    return dim > width
+
+
+def _pending(
+    benchmarks: Mapping[str, BenchmarkConfig],
+    earlier: Sequence[Result],
+    name: str,
+    identity: str,
+    precision: str,
+) -> dict[str, BenchmarkConfig]:
+    """Returns the benchmarks of which the ``earlier`` rows have none of this model."""
+    own = [row for row in earlier if row.model == name]
+    digests = {row.benchmark: row.protocol.get("evaluation") for row in own}
+    return {
+        title: benchmark
+        for title, benchmark in benchmarks.items()
+        if digests.get(title) != evaluation_digest(benchmark, identity, precision)
+    }
 
 
 def run(
@@ -408,6 +444,7 @@ def run(
     suite: str | None = None,
     variables: Sequence[str] = (),
     only: Sequence[str] = (),
+    widths: Sequence[int] = (),
     details: bool = False,
     force: Remake = Remake.NOTHING,
 ) -> list[Result]:
@@ -415,8 +452,9 @@ def run(
     of their figures, and returns the new rows.
 
     ``suite``: a shipped suite or a YAML file instead of ``eval.suite``; ``variables``, such as
-    'data=/data', say where its data are, and ``only`` names some of its benchmarks. ``details``
-    shows further directions and optimistic figures too.
+    'data=/data', say where its data are, and ``only`` names some of its benchmarks. ``widths`` are
+    those of ``evaluate``, by default those that the run has trained. ``details`` shows further
+    directions and optimistic figures too.
     """
     every, references = load_suite(suite, variables) if suite else (config.eval.suite, [])
     benchmarks = _some_of(every, only)
@@ -433,9 +471,11 @@ def run(
             f"{config.run_dir} has no exports: run 'mclclip export' first, or name a model, "
             "such as --model ViT-B-32@openai"
         )
-    rows = evaluate(config, context, encoders, benchmarks=benchmarks, force=force)
+    widths = sorted({*widths} or config.train.objective.reads.widths)
+    rows = evaluate(config, context, encoders, benchmarks=benchmarks, force=force, widths=widths)
     if context.is_main:
-        shown = [row for row in results.read(RunPaths.of(config).results) if row.model in encoders]
+        names = {name_at(name, width) for name in encoders for width in (None, *widths)}
+        shown = [row for row in results.read(RunPaths.of(config).results) if row.model in names]
         print(results.table(shown, references, details=details))
     return rows
 

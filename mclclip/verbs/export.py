@@ -23,11 +23,11 @@ from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.data.text_rows import width_of
 from mclclip.export import ExportStep
-from mclclip.models import soup, transformers_folder, weights
+from mclclip.models import soup, weights
 from mclclip.models.clip import is_without_weights
-from mclclip.models.encoder import save_concat
+from mclclip.models.encoder import Encoder, counts_of, save_concat
+from mclclip.models.encoder_names import identify_encoder
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
@@ -103,7 +103,7 @@ def _export_stage(config: Config, stage: int, variant: str, force: Remake) -> Pa
         inputs["train"] = artifacts.read_manifest(layout.train(stage), "train").digest
         ema = None if options.ema_decay is None else config.export.ema
     else:
-        encoder_fields = _identify_encoder(config)
+        encoder_fields = identify_encoder(config.model)
         seed = None if config.model.pretrained else config.seed
         if config.model.pretrained is None and is_without_weights(config.model.name):
             beside = "" if config.model.image_weights is None else " beside model.image_weights"
@@ -122,7 +122,7 @@ def _export_stage(config: Config, stage: int, variant: str, force: Remake) -> Pa
         # Soups mix models of one base: a stage that started from stage 0 records stage 0.
         is_base = stage == 0 or config.trained_model is not None or options.start == "random"
         model.save(directory, None if is_base else weights.base_digest(layout.export(0)))
-        return {"parameters": sum(p.numel() for p in model.parameters())}
+        return counts_of(Encoder([model]))
 
     step = StageExport(stage, layout.variant if stage else "mcl", ema, encoder_fields, seed)
     make_artifact(step, layout.export(stage), (inputs, write), force)
@@ -148,37 +148,12 @@ def _options(config: Config, stage: int) -> TrainConfig:
     return config.train if stage > 0 or config.base is None else config.base
 
 
-def _identify_encoder(config: Config) -> dict[str, Any]:
-    """Returns the fields of ``model`` that determine an encoder which is not trained here; files
-    are represented by their digests."""
-    model = config.model
-    fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}
-    if isinstance(model.name, str):
-        path = Path(model.name.removeprefix("local-dir:"))
-        if model.name.startswith(transformers_folder.PREFIX):
-            fields["name"] = transformers_folder.digest(model.name)
-        elif path.is_dir():
-            fields["name"] = files.digest_file(weights.find_weights(path))
-        elif path.is_file():
-            fields["name"] = files.digest_json(files.read_json(path))
-    if model.pretrained is not None and Path(model.pretrained).is_file():
-        fields["pretrained"] = files.digest_file(Path(model.pretrained))
-    if model.text_rows:
-        fields["text_rows"] = width_of(model.text_rows)
-    if model.image_weights is not None:
-        fields["image_weights"] = files.digest_file(
-            weights.checked_image_weights(model.image_weights)
-        )
-    return fields
-
-
 def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
     """Loads the model that a stage's training starts from; for stage 0 that of ``model``."""
     start = config.model if stage == 0 else config.trained_model
     if start is None:
         return load_towers(layout.export(0))
-    fields: dict[str, Any] = {"text": start.text, "image_weights": start.image_weights}
-    fields |= {"long_context": start.long_context, "text_rows": start.text_rows}
+    fields = {"image_weights": start.image_weights, **start.of_towers}
     return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 

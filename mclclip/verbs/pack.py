@@ -68,7 +68,8 @@ def pack(
     command: Sequence[str] = (),
 ) -> Manifest:
     """Packs the pictures of ``source`` with their captions, from ``source`` itself or from
-    ``captions``, a table; ``open_table`` lists the formats of both.
+    ``captions``, a table; ``open_table`` lists the formats of both. A data set of the Hugging Face
+    hub is ``Path("hf://datasets/ORG/NAME")``.
 
     Shards may be given to others, so only images below ``source`` (or the folder of the table) and
     ``allow_roots`` are packed, after links are followed. Further columns of an image's first row go
@@ -97,7 +98,7 @@ def pack(
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
     step = Shards(
-        images=os.path.abspath(table.root),
+        images=table.place,
         path_column=table.image_column,
         caption_column=tuple(table.caption_columns),
         samples_per_shard=samples_per_shard,
@@ -111,7 +112,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Shards(Step[tuple[Table, Path, Sequence[str]]]):
-    """Captioned pictures as shards; ``images`` is the folder below which they lie."""
+    """Captioned pictures as shards; ``images`` is the folder or the url below which they lie."""
 
     kind = "shards"
     images: str
@@ -207,7 +208,7 @@ def _describe_nothing_usable(
         reasons += f". {spelling}"
     elif missing and not table.holds_images:
         name = missing["examples"][0]
-        there = [p for p in (table.path.parent, source.parent) if os.path.isfile(p / name)]
+        there = [p for p in (Path(table.path).parent, source.parent) if os.path.isfile(p / name)]
         folder = str(there[0] if there else "FOLDER")
         new = [folder] if source != table.path else [folder, "--captions", str(source)]
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"

@@ -19,12 +19,15 @@ from typing import Any
 
 from mclclip import __version__
 from mclclip import config as configuration
+from mclclip.config import Config
 from mclclip.report import clusters, duration, environment, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
 from mclclip.report.verdict import Verdict
 from mclclip.run.opened import Run
+from mclclip.run.trackers import Trackers
 from mclclip.util import files
+from mclclip.verbs import compare
 
 log = logging.getLogger("mclclip")
 
@@ -56,6 +59,31 @@ def run(run_dir: str | None = None, *, config: str | None = None, out: Path | No
     files.write_bytes(path, render(opened).encode())
     log.info("wrote %s", path)
     return path
+
+
+def track(config: Config) -> None:
+    """Writes verdict.md and report.html into a run, and logs both to its trackers.
+
+    One that cannot be written is left out with a warning, as the verdict of a run without results.
+    """
+    opened, paths = Run.open(config.run_dir, config=config), list[Path]()
+    for name, text_of in (("verdict.md", _verdict), (NAME, render)):
+        try:
+            files.write_bytes(opened.directory / name, text_of(opened).encode())
+            paths.append(opened.directory / name)
+        except (FileNotFoundError, RuntimeError, ValueError) as error:
+            log.warning("track: %s is left out: %s", name, error)
+    trackers = Trackers.open(config.track, opened.directory, config=configuration.to_tree(config))
+    for path in paths:
+        trackers.attach(path)
+    trackers.close()
+
+
+def _verdict(run: Run) -> str:
+    """Returns the verdict of a run in sentences, and the table of its comparisons, as Markdown."""
+    verdict = Verdict.of(compare.rows_of(run))
+    lines = [*verdict.sentences(), compare.render(verdict.family, "markdown")]
+    return "\n\n".join(lines if verdict.family else lines[:-1]) + "\n"
 
 
 def render(run: Run) -> str:

@@ -19,7 +19,7 @@ from mclclip.config import Config, TrainConfig, rules
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import total_steps
-from mclclip.data.extras import directory_of
+from mclclip.data.extras import directory_of, embeddings_of
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
@@ -27,6 +27,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import KIND
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
+from mclclip.plan.memory import count_operations
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -34,7 +35,7 @@ from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
 from mclclip.train.build import StageTraining, TrainingInputs
-from mclclip.train.loop import Evaluate
+from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
 from mclclip.util.remake import Remake
@@ -113,8 +114,16 @@ class Training(Step[StageTraining]):
         # In later stages the base's digest stands for it.
         if file is not None and (training.stage == 0 or training.config.trained_model is not None):
             digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
-        if training.reads_text_rows:
+        if training.text_rows is not None:
             digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
+        for name, (encoder, what) in reads.stored.items():
+            if encoder is not None:
+                digests[name] = artifacts.read_manifest(
+                    *embeddings_of(layout, encoder, what)
+                ).digest
+        for teacher in reads.teachers:
+            export = layout.encoder(teacher) / "export"
+            digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
@@ -123,7 +132,7 @@ class Training(Step[StageTraining]):
             if not training.config.writes_image_rows:
                 rows = layout.embeddings(0), "embeddings"
             digests["image_rows"] = artifacts.read_manifest(*rows).digest
-        if "image_features" in reads.base:
+        if "image_features" in reads.of_stage_0:
             embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
             digests["embeddings"] = embedded.digest
         for edits in training.stored_texts:
@@ -142,11 +151,16 @@ class Training(Step[StageTraining]):
         inputs = build.read_inputs(training)
         model = build.build_model(training, inputs.image_rows)
         objective = build.build_objective(training, model, inputs.classes)
+        module = ModelWithObjective(model, objective, self.train.precision)
+        module.to(training.context.device)
+        build.log_groups(training, module)
         groups = StageGroups(training.directory / _GROUPS)
         collectives.on_main(lambda: _write_groups(training, inputs, groups, out))
+        stored = training.stage > 0 and self.train.reads_text_embeddings
         trainer = build.build_trainer(
-            training, inputs, model, objective, groups, out.identity, self.steps
-        )
+            training, inputs, module, groups, out.identity, self.steps,
+            count_operations(module, self.train, training.context.device, stored),
+        )  # fmt: skip
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}
         if trainer.evaluation and (best := trainer.evaluation.exported_step) is not None:
@@ -202,7 +216,7 @@ def _report_samples(training: StageTraining, inputs: TrainingInputs) -> None:
     reasons = {
         "without_caption": "have no caption",
         "without_attribute": f"have no {training.options.objective.reads.attribute}",
-        "without_embedding": "have no embedding of stage 0",
+        "without_embedding": "have no embedding of an encoder that is read",
     }
     for reason, ids in training.left_out.items():
         if len(ids):

@@ -23,12 +23,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
-from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
+from mclclip.objectives.mlcd import ClassCenterLoss, Kind, negative_draw
+from mclclip.objectives.products import EXACT, Products
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
 from tests.benchmarks.reference_heads import ReferenceHead
 from tests.distributed.conftest import RankPool
+from tests.objective_loops import parts_of
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 SINGLE, MLCD, SEPARATE = "single label", "MLCD", "MLC, separate sums"
@@ -57,6 +59,12 @@ class Setting:
         return flop, 3 * 4.0 * self.dim * (touched + self.batch)
 
 
+def head_of(centers: ShardedClassCenters, kind: Kind, products: Products = EXACT) -> Head:
+    """Returns our loss as a function of features and labels."""
+    loss = ClassCenterLoss(centers, kind, products=products)
+    return lambda features, labels: parts_of(loss, image_features=features, classes=labels)
+
+
 class Steps:
     """One set of class centers and one batch on this rank, and the heads that are compared."""
 
@@ -80,10 +88,9 @@ class Steps:
             draw=negative_draw(setting.num_classes, setting.rate, 0),
             dtype=dtype,
         )
+        kinds: dict[str, Kind] = {SINGLE: "single_label", MLCD: "mlcd", "MLC": "mlc"}
         self.heads: dict[str, Head] = {
-            SINGLE: ClassCenterLoss(self.centers, "single_label"),
-            MLCD: ClassCenterLoss(self.centers, "mlcd"),
-            "MLC": ClassCenterLoss(self.centers, "mlc"),
+            **{name: head_of(self.centers, kind) for name, kind in kinds.items()},
             SEPARATE: ReferenceHead(self.centers, "mlc", per_label=True),
             WHOLE: ReferenceHead(self.centers, "mlcd"),
         }

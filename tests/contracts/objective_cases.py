@@ -56,7 +56,11 @@ LEARNABLE = {"learnable": True, "start": 0.3}
 HEAD = {"labels_per_sample": 2, "scale": 16.0, "centers": "normal", "sample_rate": 0.6}
 SMALL = {"label_dim": 3, "hidden_dim": 4, "temperature": 0.2}
 MAKER = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1, "temperature": 0.4}
+BYTES, BYTES_TOO = {"threshold": 1.0}, {"threshold": 1.0, "role": "positives"}
+# Of stage 0's embeddings, which are random here: cosines of eight numbers.
+SOFT = {"threshold": 0.3, "of": ["captions", "pictures", "pairs"], "role": "positives"}
 V3 = {"kind": "moco", "version": "v3", "momentum": 0.7}
+COPY = "exact_base_"
 CASES: dict[str, Case] = {
     "info_nce": Case({"kind": "info_nce"}, loops.contrastive("captions", loops.info_nce)),
     "info_nce-learnable": Case(
@@ -64,12 +68,12 @@ CASES: dict[str, Case] = {
         loops.contrastive("captions", loops.info_nce, "learnable"),
     ),
     "info_nce-masked": Case(
-        {"kind": "info_nce", "equal_captions": "masked"},
+        {"kind": "info_nce", "near_copies": BYTES},
         loops.contrastive("captions", loops.info_nce),
     ),
     "info_nce-positives": Case(
-        {"kind": "info_nce", "equal_captions": "positives"},
-        loops.contrastive("captions", loops.info_nce_of_equals),
+        {"kind": "info_nce", "near_copies": BYTES_TOO},
+        loops.contrastive("captions", loops.info_nce_of_near),
     ),
     "info_nce-edited": Case(
         {"kind": "info_nce", "hard_captions": {}}, lambda: loops.edited("own", 1)
@@ -77,6 +81,34 @@ CASES: dict[str, Case] = {
     "info_nce-edited_global": Case(
         {"kind": "info_nce", "hard_captions": {"per_caption": 2, "scope": "global"}},
         lambda: loops.edited("global", 2),
+    ),
+    "info_nce-near": Case(
+        {"kind": "info_nce", "near_copies": {"threshold": 0.3}},
+        loops.contrastive("captions", loops.info_nce),
+    ),
+    "info_nce-margin": Case(
+        {"kind": "info_nce", "near_copies": {"margin": 0.05}},
+        loops.contrastive("captions", loops.info_nce),
+    ),
+    "info_nce-soft": Case(
+        {"kind": "info_nce", "near_copies": SOFT},
+        loops.contrastive("captions", loops.info_nce_of_near),
+    ),
+    "info_nce-widths": Case(
+        {"kind": "info_nce", "widths": [2, 5], "hard_captions": {}},
+        loops.at_widths((2, 5, 8), lambda: loops.edited("own", 1)),
+    ),
+    "nt_xent-near": Case(
+        {"kind": "nt_xent", "near_copies": {"threshold": 0.2}, "widths": [3, 8]},
+        loops.at_widths((3, 8), loops.contrastive("views", loops.info_nce, 0.5)),
+    ),
+    "supcon-near": Case(
+        {"kind": "supcon", "attribute": "shape", "near_copies": {"threshold": 1.0}},
+        loops.contrastive("views", loops.supervised, 0.1),
+    ),
+    "sigmoid-soft": Case(
+        {"kind": "sigmoid", "near_copies": SOFT, "widths": [4]},
+        loops.at_widths((4, 8), lambda: loops.sigmoid),
     ),
     "nt_xent": Case(
         {"kind": "nt_xent", "temperature": None}, loops.contrastive("views", loops.info_nce, 0.5)
@@ -95,11 +127,11 @@ CASES: dict[str, Case] = {
         loops.contrastive("captions", loops.hard(2.0, 0.6)),
     ),
     "ifm-masked": Case(
-        {"kind": "ifm", "equal_captions": "masked"},
+        {"kind": "ifm", "near_copies": BYTES},
         loops.contrastive("captions", loops.modified(0.1, 0.5, 0.5)),
     ),
     "hcl-masked": Case(
-        {"kind": "hcl", "equal_captions": "masked"},
+        {"kind": "hcl", "near_copies": BYTES},
         loops.contrastive("captions", loops.hard(1.0, 0.1)),
     ),
     "hcl-views": Case(
@@ -119,10 +151,8 @@ CASES: dict[str, Case] = {
         loops.contrastive("views", loops.supervised, 0.5, num_views=1),
     ),
     "sigmoid": Case({"kind": "sigmoid"}, lambda: loops.sigmoid),
-    "sigmoid-masked": Case({"kind": "sigmoid", "equal_captions": "masked"}, lambda: loops.sigmoid),
-    "sigmoid-positives": Case(
-        {"kind": "sigmoid", "equal_captions": "positives"}, lambda: loops.sigmoid
-    ),
+    "sigmoid-masked": Case({"kind": "sigmoid", "near_copies": BYTES}, lambda: loops.sigmoid),
+    "sigmoid-positives": Case({"kind": "sigmoid", "near_copies": BYTES_TOO}, lambda: loops.sigmoid),
     "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: loops.sigmoid, frozen_text=True),
     "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: loops.sigmoid),
     "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: loops.class_centers),
@@ -198,25 +228,25 @@ CASES: dict[str, Case] = {
             (0.7, loops.contrastive("captions", loops.info_nce)), (0.3, lambda: loops.toy_alignment)
         ),
     ),
-    "sum-equal_captions": Case(
+    "sum-near_copies": Case(
         [
-            {"kind": "info_nce", "equal_captions": "positives", "weight": 0.7},
-            {"kind": "hcl", "equal_captions": "masked", "weight": 0.3},
+            {"kind": "info_nce", "near_copies": BYTES_TOO, "weight": 0.7},
+            {"kind": "hcl", "near_copies": BYTES, "weight": 0.3},
         ],
         loops.weighted(
-            (0.7, loops.contrastive("captions", loops.info_nce_of_equals)),
+            (0.7, loops.contrastive("captions", loops.info_nce_of_near)),
             (0.3, loops.contrastive("captions", loops.hard(1.0, 0.1))),
         ),
     ),
-    "preserve": Case({"kind": "preserve"}, loops.preserved("similarities")),
+    "preserve": Case({"kind": "preserve"}, loops.distilled("similarities")),
     "preserve-images": Case(
         {"kind": "preserve", "between": "images", "temperature": 0.3, "num_views": 2}
         | {"end_factor": 0.25},
-        loops.preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
+        loops.distilled("similarities", "image_features", temperature=0.3, views=2, end=0.25),
     ),
     "preserve-features": Case(
         {"kind": "preserve", "what": "features", "end_factor": 3.0},
-        loops.preserved("features", end=3.0),
+        loops.distilled("features", end=3.0),
     ),
     "preserve-exact": Case(
         [
@@ -226,8 +256,38 @@ CASES: dict[str, Case] = {
         ],
         loops.weighted(
             (1.0, loops.contrastive("captions", loops.info_nce)),
-            (0.5, loops.preserved("similarities", prefix="copied")),
-            (1.0, loops.preserved("features", prefix="copied")),
+            (0.5, loops.distilled("similarities", prefix=COPY, exact=COPY)),
+            (1.0, loops.distilled("features", prefix=COPY, exact=COPY)),
+        ),
+    ),
+    "distill": Case(
+        {"kind": "distill", "teacher": "wide"}, loops.distilled("similarities", prefix="wide/")
+    ),
+    "distill-features": Case(
+        {"kind": "distill", "teacher": "wide", "what": "features", "end_factor": 0.5},
+        loops.distilled("features", prefix="wide/", end=0.5),
+    ),
+    "distill-squared": Case(
+        {"kind": "distill", "teacher": "wide", "what": "features", "distance": "squared"}
+        | {"between": "images", "num_views": 2},
+        loops.distilled("features", "image_features", prefix="wide/", views=2, squared=True),
+    ),
+    "distill-exact": Case(
+        {"kind": "distill", "exact": True, "temperature": 0.2},
+        loops.distilled("similarities", temperature=0.2, exact=COPY),
+    ),
+    "sum-teachers": Case(
+        [
+            {"kind": "info_nce", "weight": 0.5},
+            {"kind": "distill", "teacher": "wide", "weight": 2.0},
+            {"kind": "distill", "teacher": "other", "what": "features", "distance": "squared"},
+            {"kind": "distill", "exact": True, "between": "images", "weight": 0.5},
+        ],
+        loops.weighted(
+            (0.5, loops.contrastive("captions", loops.info_nce)),
+            (2.0, loops.distilled("similarities", prefix="wide/")),
+            (1.0, loops.distilled("features", prefix="other/", squared=True)),
+            (0.5, loops.distilled("similarities", "image_features", exact=COPY)),
         ),
     ),
     "sum-edited": Case(

@@ -6,6 +6,7 @@ every engine; a state goes on bit for bit; samples of other groups have no influ
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -29,11 +30,11 @@ from mclclip.objectives.base import (
     Objective,
     ObjectiveInputs,
     ObjectiveOptions,
+    Teacher,
     kinds,
     options_class,
     parse,
 )
-from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import ModelWithObjective
@@ -43,7 +44,7 @@ from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, whole
 from tests.engines import build_engine
 from tests.matrix import in_soak, kept
-from tests.objective_loops import NUM_CLASSES, SEED, Step
+from tests.objective_loops import DIGESTS, NUM_CLASSES, SEED, Step
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, DIM = 12, 4, 8
@@ -73,13 +74,12 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     # Of captions and pictures some are equal, in every third step most.
     digests = torch.randint(0, 2 + rows * (seed % 3), (len(DIGESTS), rows), generator=random)
     extras = {
-        f"base_{name}": functional.normalize(
-            torch.randn(rows, DIM, generator=random, dtype=torch.float64)
+        name: functional.normalize(
+            torch.randn(rows, TEACHERS.get(encoder, DIM), generator=random, dtype=torch.float64)
         )
-        for name in sorted(reads.base - {"model"})
+        for name, (encoder, _) in reads.stored.items()
     }
-    if reads.digests:
-        extras |= zip(DIGESTS, digests, strict=True)
+    extras |= {n: d for n, d in zip(DIGESTS, digests, strict=True) if n in reads.digests}
     if reads.edits:  # in every third step none is there
         shape = (rows, reads.edits.per_caption)
         extras["edited_text"] = torch.randint(1, 400, (*shape, 20), generator=random)
@@ -104,6 +104,7 @@ class Towers(nn.Module):
     """One linear layer for images of 3 x 32 x 32 pixels, and one for 20 tokens."""
 
     feature_dim, has_logit_bias, image_size, num_channels = DIM, True, 32, 3
+    image_shape = (3, 32, 32)
     normalization = torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.25)
 
     def __init__(self) -> None:
@@ -129,11 +130,35 @@ class Towers(nn.Module):
         return found
 
 
+TEACHERS: dict[str | None, int] = {"wide": 11, "other": 5}
+
+
+class SmallTeacher(nn.Module):
+    """A frozen encoder of smaller pictures and other pixels."""
+
+    image_shape = (3, 16, 16)
+    normalization = torch.full((3, 1, 1), 0.4), torch.full((3, 1, 1), 0.3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(4)
+        self.register_buffer("weight", torch.randn(DIM, 3 * 16 * 16, generator=random))
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return images.flatten(1) @ self.get_buffer("weight").T.to(images)
+
+
+def teacher_of(encoder: str | None) -> Teacher:
+    return Teacher(TEACHERS.get(encoder, DIM), math.exp(1.5), SmallTeacher)
+
+
 def built(
     options: ObjectiveOptions, tile: int = 2048, precision: str = "float64"
 ) -> tuple[Towers, Objective]:
     model: Any = Towers()
-    objective = options.build(ObjectiveInputs(model, SINGLE, SEED, precision, classes=Classes()))
+    objective = options.build(
+        ObjectiveInputs(model, SINGLE, SEED, precision, classes=Classes(), teacher=teacher_of)
+    )
     for module in objective.modules():
         if hasattr(module, "tile"):
             module.tile = tile
@@ -291,14 +316,27 @@ WRONG = [
     wrong("ifm", "epsilon", epsilon=-0.1),
     wrong("supcon", "num_views", num_views=3),
     wrong("sigmoid", "between", between="texts"),
-    wrong("ifm", "'negatives' or 'masked'", equal_captions="positives"),
-    wrong("hcl", "'negatives' or 'masked'", equal_captions="positives"),
-    wrong("nt_xent", "equal_captions", equal_captions="masked"),
     *(
-        wrong(kind, f"equal_captions={how} is for between=captions, and views read none",
-              between="views", equal_captions=how)
-        for kind, how in (("hcl", "masked"), ("sigmoid", "positives"))
+        wrong(kind, "near_copies.role=positives is for", near_copies={"role": "positives"})
+        for kind in ("ifm", "hcl", "nt_xent")
     ),
+    *(
+        wrong(kind, "near_copies between views compares pictures", near_copies=near, **views)
+        for near in ({"of": ["captions"]}, {"margin": 0.1})
+        for kind, views in (("nt_xent", {}), ("sigmoid", {"between": "views"}))
+    ),
+    wrong("info_nce", "near_copies.threshold", near_copies={"threshold": 0.0}),
+    wrong("info_nce", "near_copies.margin", near_copies={"margin": -0.1}),
+    wrong("info_nce", "leave one out", near_copies={"margin": 0.1, "threshold": 0.9}),
+    wrong("info_nce", "near_copies.of=pairs", near_copies={"of": ["pairs"]}),
+    wrong("info_nce", "each of them once", near_copies={"of": ["captions", "captions"]}),
+    wrong("info_nce", "near_copies.of", near_copies={"of": []}),
+    wrong("info_nce", "near_copies.of", near_copies={"of": ["images"]}),
+    *(
+        wrong(kind, r"widths=\[8, 4\] do not ascend", widths=[8, 4])
+        for kind in ("info_nce", "sigmoid")
+    ),
+    wrong("info_nce", "widths", widths=[0, 4]),
     wrong("info_nce", r"no rule 'color' for captions \(nearest: colour",
           hard_captions={"rules": ["color"]}),
     wrong("info_nce", "rules and field are given",
@@ -331,8 +369,11 @@ WRONG = [
     wrong("preserve", "temperature belongs to what=similarities", what="features",
           temperature=0.1),
     wrong("preserve", "'features' or 'similarities'", what="weights"),
+    wrong("preserve", "teacher belongs to kind=distill", teacher="ViT-B-32@openai"),
+    wrong("distill", "distance belongs to what=features", distance="squared"),
+    wrong("distill", "'cosine' or 'squared'", what="features", distance="euclidean"),
     wrong("ifm", "weight=0.5 is for one of several objectives", weight=0.5),
-    wrong("ifm", "weight", weight=0.0),
+    wrong("ifm", "weight", weight=-0.5),
 ]  # fmt: skip
 
 
@@ -390,7 +431,14 @@ def make_engine(name: str, engine: str, precision: str, **options: Any) -> Engin
         model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False
     )
     objective = own.build(
-        ObjectiveInputs(model, context, SEED, precision, classes=Classes())  # type: ignore[arg-type]
+        ObjectiveInputs(
+            model,
+            context,
+            SEED,
+            precision,
+            classes=Classes(),
+            teacher=teacher_of,
+        )  # fmt: skip
     )
     made = build_engine(
         engine,
@@ -452,7 +500,7 @@ def fits(case: Case, engine: str, options: dict[str, Any]) -> bool:
     return carried and (case.cached or "micro_batch" not in options)
 
 
-COPIES = {"moco-v3-predictor", "simlap-momentum", "preserve-exact"}
+COPIES = {"moco-v3-predictor", "simlap-momentum", "preserve-exact", "distill-features"}
 """Cases of a kind whose first case has no copy of the model, or another one."""
 
 

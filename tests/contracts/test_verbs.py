@@ -112,6 +112,7 @@ def call_texts(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -
 
 
 INDEX = ("index/manifest.json", "run 'mclclip index' first")
+TEACHER = "tiny_clip@random"
 EMBEDDED = ("stage_0/embeddings/manifest.json", "run 'mclclip embed")
 VERBS = {  # in the order in which a run needs them
     "index": Verb(of_run(index.run), "index", "", "", "", ""),
@@ -121,6 +122,13 @@ VERBS = {  # in the order in which a run needs them
         "dtype was 'float32', now 'float16'", *INDEX,
     ),
     "embed texts": Verb(of_run(embed.run, stage=0), "stage_0/text_embeddings", "", "", *INDEX),
+    "embed teacher": Verb(
+        of_run(embed.run, encoder=TEACHER), f"teachers/{TEACHER}/embeddings",
+        "embed.dtype=float16", "dtype was 'float32', now 'float16'", *INDEX,
+    ),
+    "teacher": Verb(
+        of_run(embed.run, encoder=TEACHER), f"teachers/{TEACHER}/export", "", "", *INDEX,
+    ),
     "cluster": Verb(
         of_run(cluster.run, stage=0), "stage_0/clusters", "cluster.num_clusters=4",
         "num_clusters was 3, now 4", *EMBEDDED,

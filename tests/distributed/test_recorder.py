@@ -50,9 +50,10 @@ def take_two_steps(directory: Path, track: list[str]) -> None:
 
 
 def record_without_wandb(directory: Path) -> None:
-    """The same, where the package of a sink is missing (processes are kept: put back)."""
+    """The same, where the package of a tracker is missing (processes are kept: put back)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", None)
+        patch.delitem(sys.modules, "mclclip.run.trackers.wandb", raising=False)
         record(directory, ["wandb"])
 
 
@@ -67,8 +68,8 @@ def test_rows_are_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert epoch["memory_gib"] == 2.0
 
 
-def test_a_missing_sink_fails_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Only the first rank opens sinks; the others must not wait for it."""
+def test_a_missing_tracker_fails_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Only the first rank opens trackers; the others must not wait for it."""
     with pytest.raises(ValueError, match="not installed") as caught:
         ranks(2, record_without_wandb, tmp_path)
     assert len(caught.value.__notes__) == 2

@@ -16,9 +16,12 @@ from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.patterns import ParameterConfig
 from mclclip.ranks import collectives
 from tests.matrix import kept
 from tests.tiny import MODEL
+
+DECAY = [ParameterConfig("*", layer_decay=0.8)]
 
 
 def build(lora: bool) -> Model:
@@ -33,7 +36,7 @@ def build(lora: bool) -> Model:
 
 def steps(model: Model, name: str, rows: slice) -> list[float]:
     """Three steps on the given rows of a batch of four; the logit scales after each."""
-    optimizer = build_optimizer(model, name=name, weight_decay=0.1, layer_decay=0.8, lr=0.01)
+    optimizer = build_optimizer(model, name=name, weight_decay=0.1, parameters=DECAY, lr=0.01)
     for group in optimizer.param_groups:
         group["lr"] = 0.01 * group["lr_scale"]
     generator = torch.Generator().manual_seed(0)

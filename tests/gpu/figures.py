@@ -29,6 +29,7 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
+from mclclip.objectives.products import EXACT, Products
 from mclclip.ranks.process_group import Context, pick_device
 from mclclip.train.loop import ModelWithObjective
 from tests import tiny
@@ -36,6 +37,7 @@ from tests.benchmarks import synthetic
 from tests.gpu import Skip
 from tests.gpu.checks import Check, Where, Work, no_faiss
 from tests.nearest_checks import fit
+from tests.objective_loops import parts_of
 
 PEAKS = {
     "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
@@ -161,7 +163,7 @@ def machine(where: Where) -> Iterator[Row]:
 
 @figure("head", limit_s=150.0)
 def heads(where: Where) -> Iterator[Row]:
-    """A step of MLCD in fp32: draw, forward, backward."""
+    """A step of MLCD: draw, forward, backward; with products in bf16 and in fp32."""
     sizes = [(100_000, 4096, 0.1), (1_000_000, 4096, 0.1), (1_000_000, 1024, 0.1)]
     for num_classes, batch, rate in sizes if where.on_gpu else [(3000, 64, 0.1)]:
         yield from _head(where, num_classes, batch, rate, where.size(512, 64))
@@ -169,7 +171,7 @@ def heads(where: Where) -> Iterator[Row]:
 
 def _head(where: Where, num_classes: int, batch: int, rate: float, dim: int) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(num_classes, (batch, 8), generator=generator).to(where.device)
+    labels = torch.randint(num_classes, (batch, 8), generator=generator)
     raw = torch.randn(batch, dim, generator=generator).to(where.device)
     features = functional.normalize(raw, dim=1).requires_grad_()
     centers = ShardedClassCenters(
@@ -180,23 +182,34 @@ def _head(where: Where, num_classes: int, batch: int, rate: float, dim: int) -> 
         draw=negative_draw(num_classes, rate, 0),
     )
 
-    def step() -> None:
+    def step(products: Products) -> None:
         features.grad = None
         centers.zero_grad()
         centers.begin(0)
-        loss = ClassCenterLoss(centers, "mlcd")
-        loss(features, labels)["loss"].backward()
+        loss = ClassCenterLoss(centers, "mlcd", products=products)
+        parts_of(loss, image_features=features, classes=labels)["loss"].backward()
 
-    took = in_turn({"step": step}, where.device, 7 if where.on_gpu else 3)["step"]
-    with peak(where.device) as held:
-        step()
+    steps = {
+        "bf16": partial(step, Products(bf16=True, as_fp32=not where.on_gpu)),
+        "fp32": partial(step, EXACT),
+    }
+    taken = in_turn(steps, where.device, 7 if where.on_gpu else 3)
     flop = 8.0 * batch * round(rate * num_classes) * dim
-    yield Row(
-        f"K = {num_classes:,}, B = {batch:,}, r = {rate}, D = {dim}",
-        1000 * took,
-        "ms",
-        note=f"{flop / took / 1e12:.1f} TFLOP/s, {held[0]:.2f} GiB",
-    )
+    for name, took in taken.items():
+        with peak(where.device) as held:
+            steps[name]()
+        yield Row(
+            f"K = {num_classes:,}, B = {batch:,}, r = {rate}, D = {dim}: {name}",
+            1000 * took,
+            "ms",
+            took / taken["bf16"],
+            f"{flop / took / 1e12:.1f} TFLOP/s, {held[0]:.2f} GiB",
+        )
+    for lazy in (True, False):
+        centers.lazy = lazy
+        took = in_turn({"AdamW": partial(centers.step, 1e-6)}, where.device, 5)["AdamW"]
+        title = f"K = {num_classes:,}, B = {batch:,}: AdamW, {'lazy' if lazy else 'dense'}"
+        yield Row(title, 1000 * took, "ms")
 
 
 # --- k-means ---

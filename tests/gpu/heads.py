@@ -13,13 +13,12 @@ from mclclip.objectives.class_centers import (
     Rule,
     ShardedClassCenters,
     normal_rows,
-    starts_of,
-    weighted_sums,
 )
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, Kind, negative_draw
+from mclclip.objectives.products import EXACT, Products
 from mclclip.ranks.process_group import Context
-from mclclip.util.pair_products import pair_products
+from mclclip.util.pair_products import pair_products, starts_of, weighted_sums
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
 from tests.objective_loops import parts_of
 
@@ -116,6 +115,7 @@ class Head:
         self,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        products: Products = EXACT,
     ) -> dict[str, Tensor]:
         """Loss, the gradients of the features and of all class centers, and the figures."""
         draw = negative_draw(self.num_classes, self.rate, 3)
@@ -130,7 +130,12 @@ class Head:
         )
         centers.begin(0)
         objective = ClassCenterLoss(
-            centers, self.kind, scale=32.0, margin=self.margin, tile=self.tile
+            centers,
+            self.kind,
+            scale=32.0,
+            margin=self.margin,
+            tile=self.tile,
+            products=products,
         )
         features = self.features.to(device, dtype, copy=True).requires_grad_()
         output = parts_of(objective, image_features=features, classes=self.positives)
@@ -167,6 +172,20 @@ def plain_head(where: Where) -> str:
     for name, value in big.step(where.device).items():
         same_bits(f"{name}, a second time", value, got[name])
     return f"fp32 off by {worst:.1g}"
+
+
+@check("class centers: products in bf16")
+def head_in_bf16(where: Where) -> str:
+    """The same as bf16 on the CPU, near float64, and the same bits a second time."""
+    sizes = where.size(100_000, 2000), where.size(512, 32)
+    head = Head(num_classes=sizes[0], batch=sizes[1], dim=512, rate=0.1)
+    bf16 = Products(bf16=True, as_fp32=not where.on_gpu)
+    got = head.step(where.device, products=bf16)
+    _compare(got, head.step(CPU, products=Products(bf16=True, as_fp32=True)), 2e-3)
+    error = _compare(got, head.step(CPU, torch.float64), 1e-2)
+    for name, value in head.step(where.device, products=bf16).items():
+        same_bits(f"{name}, a second time", value, got[name])
+    return f"off by {error:.1g}"
 
 
 @check("class centers: AdamW")

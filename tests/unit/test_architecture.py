@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "eval": {"ranks", "run", "data", "models"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
     "train/symptoms": {"ranks", "run", "models", "objectives", "engines"},
+    "train/near_copies": {"data", "objectives"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
     "config": {
         "engines",

@@ -391,7 +391,8 @@ def test_every_number_has_a_bound() -> None:
         "train.weight_decay=-0.1", "train.betas=[0.9, 1.0]", "train.eps=0", "train.momentum=1",
         "train.ema_decay=1", "train.ema_decay=0", "train.clip_grad_norm=-1",
         "num_stages=99999999999999999999", "seed=9223372036854775808",
-        "train.layer_decay=1.5", "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
+        "train.parameters=[{match: a, layer_decay: 1.5}]",
+        "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
     ],
 )  # fmt: skip
 def test_a_number_out_of_its_bounds_is_refused(override: str) -> None:

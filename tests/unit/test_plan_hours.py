@@ -51,6 +51,23 @@ def planned(
     return costs.hours(options, steps.count(options, samples), kind, machine, Speed(**speed))
 
 
+def test_smaller_pictures_take_fewer_hours_and_less_memory() -> None:
+    """The mean over the steps; memory is that of the largest pictures."""
+    whole, small = of_sample()["sample"], of_sample("train.image_size=[{size: 16}]")["sizes"][16]
+    assert small < 0.4 * whole  # 5 tokens in the place of 17
+    of = {name: tiny_config("train.steps=null", f"train.image_size={value}") for name, value in (
+        ("own", "[]"), ("most", "[{size: 16, epochs: 15}]"), ("all", "[{size: 16}]"),
+    )}  # fmt: skip
+    passes = {n: planned(o, peak_tflops=1.0)["passes"] for n, o in of.items()}
+    found = {n: next(p["sample"] for p in of if "embed" not in p["name"])
+             for n, of in passes.items()}  # fmt: skip
+    assert found == {"own": whole, "most": (15 * small + 5 * whole) // 20, "all": small}
+    parts = {name: measured(options)["train"]["parts"] for name, options in of.items()}
+    assert parts["most"] == parts["own"]
+    assert parts["all"]["activations"] < 0.5 * parts["own"]["activations"]
+    assert parts["all"]["batch"] < 0.5 * parts["own"]["batch"]
+
+
 # --- operations --------------------------------------------------------------------------------
 
 

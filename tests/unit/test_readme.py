@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -32,6 +33,7 @@ README = "README.md"
 OBJECTIVES, RECIPES = f"{SITE}/reference/objectives.md", f"{SITE}/reference/recipes.md"
 VERBS, BENCHMARKS = f"{SITE}/reference/verbs.md", f"{SITE}/reference/benchmarks.md"
 FAILS = f"{SITE}/when-it-fails.md"
+OPEN_CLIP = f"{SITE}/start/coming-from-open-clip.md"
 SITE_PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SITE).rglob("*.md"))
 PAGES = [README, "launch/README.md", "launch/SCALE.md", "eval/README.md", *SITE_PAGES]
 LINKED = [*PAGES, "slurm/README.md", "tests/README.md", "tests/benchmarks/README.md"]
@@ -172,6 +174,34 @@ def test_every_option_in_the_tables_is_there() -> None:
     unknown = [name for name in named if "unknown option" in complaint(name)]
     assert not unknown, f"pages name options that are not there: {unknown}"
     assert "unknown option" in complaint("train.engine.zero")
+
+
+def test_open_clips_users_find_each_of_its_flags_once() -> None:
+    """Those of the version that is installed; later ones may have rows too."""
+    spec = importlib.util.find_spec("open_clip_train.params")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text()
+    flags = set(re.findall(r"""add_argument\(\s*["'](--[\w-]+)""", source))
+    named = re.findall(r"`(--[\w-]+)`", " ".join(column(OPEN_CLIP, "open_clip")))
+    assert len(flags) >= 90 and not flags - set(named)
+    assert len(named) == len(set(named))
+
+
+def test_open_clips_users_are_told_of_options_and_flags_that_are_there() -> None:
+    """Where a value is stated, a configuration takes it."""
+    rows = re.findall(r"^\| `--.*? \| (.*) \|$", TEXT[OPEN_CLIP], re.MULTILINE)
+    spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    known = {field.name for field in dataclasses.fields(config.Config)}
+    options = [s for s in spans if re.split(r"[.=]", s)[0] in known]
+    assert len(options) >= 60
+    for option in options:
+        name, _, value = option.replace("NAME", "cc12m").partition("=")
+        assert "unknown option" not in complaint(name), option
+        if value:
+            config.load("cc12m_vitb32", [f"{name}={value}"])
+    flags = {flag for parser in parsers().values() for flag in parser._option_string_actions}
+    assert {word for span in spans for word in re.findall(r"--[\w-]+", span)} <= flags
+    assert {k for s in spans for k in re.findall(r"kind: (\w+)", s)} <= {*kinds(), *KINDS}
 
 
 def test_every_protocol_has_a_row_with_its_options() -> None:

@@ -18,6 +18,8 @@ MLCD = "train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1.0}"
 VIEWS = "train.objective={kind: nt_xent}"
 HELD = "train.objective={kind: preserve}"
 HELD_EXACTLY = "train.objective={kind: preserve, exact: true}"
+TAUGHT = "train.objective={kind: distill}"
+TAUGHT_EXACTLY = "train.objective={kind: distill, exact: true}"
 OTHER = f"trained_model={{name: {json.dumps(tiny.MODEL)}}}"
 TRUNK = "image_rows.enabled=true | train.lock.image_blocks=1"
 WHOLE = (
@@ -57,12 +59,16 @@ CASES = [
     case("train.start", f"{MLCD} | {OTHER} | export.soup=false | train.start=random",
          then="train.start=base"),
     case("export.soup", "train.start=random", then="export.soup=false"),
-    case("trained_model", OTHER, then=MLCD),
+    case("trained_model", f"{OTHER} | train.lock.text=false", then="train.cached_text=false"),
+    case("train.objective", f"{HELD} | {OTHER}", then=TAUGHT),
+    case("train.objective", f"{TAUGHT_EXACTLY} | {TRUNK}", then=HELD_EXACTLY),
     case("trained_model", f"{MLCD} | {WIDER} | train.objective.centers=normal",
          then="export.soup=false | export.concat=[]"),
     case("base.objective.kind", "base.objective={kind: mlcd, labels_per_sample: 1}",
          then=BASE),
     case("base.objective.kind", "base.objective={kind: preserve}", then=BASE),
+    case("base.objective.kind", "base.objective={kind: distill}",
+         then="base.objective.teacher=ViT-B-32@random"),
     case("train.objective.labels_per_sample", f"{MLCD} | train.objective.labels_per_sample=2",
          then="cluster.labels_per_sample=2"),
     case("train.objective.kind", f"{ALONE} | export.concat=[]", then=VIEWS),
@@ -73,6 +79,8 @@ CASES = [
          then="train.cached_text=false"),
     case("train.start", f"{HELD} | train.start=previous", then="train.start=base"),
     case("model.projector", f"{HELD} | model.projector=[4]", then="model.projector=[]"),
+    case("model.projector", f"{VIEWS} | train.objective.widths=[4] | model.projector=[8]",
+         then="model.projector=[]"),
     case("embed.feature", f"{HELD} | embed.feature=pooled", then=HELD_EXACTLY),
     case("train.sentences", f"{HELD} | train.sentences={{}}", then=HELD_EXACTLY),
     case("train.lock.image_blocks", "train.lock.image_blocks=4", then="train.lock.image_blocks=3"),
@@ -84,6 +92,9 @@ CASES = [
          then="train.lock.image_blocks=3"),
     case("train: LoRA", "train.lora={} | train.lock.image_blocks=0",
          then="train.lock.image_blocks=1"),
+    case("train: parameters.match='text.*'", f"{VIEWS} | model.text=false | export.concat=[] | "
+         "train.parameters=[{match: text.*, lr_scale: 0.1}]",
+         then="train.parameters=[{match: image.*, lr_scale: 0.1}]"),
     case("train: engine.micro_batch", f"{RESNET} | train.engine.micro_batch=4",
          then="train.lock.image_norm=false"),
     case("data.pixels", "data.pixels=fast | model.augmentation={use_timm: true}",
@@ -99,6 +110,19 @@ CASES = [
     case("embed.feature", f"{WHOLE} | embed.feature=pooled", then="embed.feature=projected"),
     case("model.projector", f"{WHOLE} | model.projector=[8]", then="model.projector=[]"),
     case("relocate.enabled", f"{TRUNK} | relocate.enabled=true", then="relocate.enabled=false"),
+    case("train.image_size", "train.image_size=[{size: 16}, {size: 24}]",
+         then="train.image_size=[{size: 16, epochs: 1}, {size: 24}]"),
+    case("train.image_size", "train.image_size=[{size: 16, epochs: 20}, {size: 24}]",
+         then="train.image_size=[{size: 16, epochs: 20}]"),
+    case("train: image_size", "train.image_size=[{size: 20}]",
+         then="train.image_size=[{size: 24}]"),
+    case("image_rows.enabled", f"{TRUNK} | train.image_size=[{{size: 16}}]",
+         then="train.image_size=[]"),
+    case("model.image_size", "model.image_size=36", then="model.image_size=40"),
+    case("trained_model.image_size", f"{MLCD} | {OTHER} | export.soup=false | export.concat=[] | "
+         "trained_model.image_size=36", then="trained_model.image_size=40"),
+    case("trained_model", f"{MLCD} | {OTHER} | trained_model.image_size=40",
+         then="model.image_size=40"),
     case("model.long_context", f"{LONG} | model.name=roberta-ViT-B-32", then="model.name=ViT-B-32"),
     case("model.text", f"{LONG} | {VIEWS} | model.name=ViT-B-32 | model.text=false",
          then="model.text=true"),

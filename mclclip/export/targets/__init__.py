@@ -19,10 +19,11 @@ from mclclip.export.certificate import Certificate, Probes
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
+from mclclip.models.narrow import narrow_encoder
 from mclclip.run import artifacts
 from mclclip.util import files, shipped
 
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class Source:
 
     directory  an export (a stage, a soup, a concat); for clip_retrieval also a stage's embeddings
     precision  number format of the weights that are written
+    width      how many numbers of the features are kept, the first ones; None: all
     """
 
     directory: Path
     precision: Precision = "fp32"
+    width: int | None = None
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder in the directory, on the CPU. Raises the errors of `load_model`."""
-        return load_model(self.directory)
+        """The encoder in the directory, on the CPU. Raises the errors of `load_model` and
+        `narrow`."""
+        whole = load_model(self.directory)
+        return whole if self.width is None else narrow_encoder(whole, self.width)
 
     @property
     def is_concat(self) -> bool:

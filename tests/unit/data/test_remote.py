@@ -36,6 +36,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from mclclip.verbs.index import expand_shards
+from tests.hub_server import hub
 from tests.shard_server import Handler, ShardServer, s3_bucket, serving
 from tests.tars import write_tar
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize
@@ -48,7 +49,7 @@ FAST = RemoteOptions(retries=2, timeout_s=60.0)
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,127.0.0.2")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,127.0.0.2,localhost")
 
 
 @pytest.fixture
@@ -309,6 +310,60 @@ def test_braces_expand_urls_and_http_has_no_globs() -> None:
     ]
     with pytest.raises(ValueError, match="HTTP has no listings: use braces"):
         expand_shards("https://x.org/*.tar", "o")
+
+
+def test_files_of_the_hub_are_listed_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub" / "pixparse" / "cc12m-wds"
+    for name in ("train-0000.tar", "train-0001.tar", "data/train-0002.tar", "README.md"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(DATA)
+    base = "hf://datasets/pixparse/cc12m-wds@main"
+    with hub(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url("").rstrip("/"))
+        top = [f"{base}/train-0000.tar", f"{base}/train-0001.tar"]
+        assert expand_shards(f"{base}/*.tar", "o") == top
+        assert expand_shards(f"{base}/**.tar", "o") == [f"{base}/data/train-0002.tar", *top]
+        (stored,) = Remote(FAST).stat(top[:1])
+        assert stored is not None and stored.size == len(DATA)
+        read(Remote(FAST), [(top[0], 100, 50, stored.tag)])
+        with pytest.raises(FileNotFoundError, match="match no file"):
+            expand_shards(f"{base}/*.zip", "o")
+        with pytest.raises(FileNotFoundError, match="no/such"):
+            expand_shards("hf://datasets/no/such/*.tar", "o")
+        monkeypatch.setattr(remote_module, "MOST_LISTED", 4)
+        with pytest.raises(ValueError, match="use braces"):
+            expand_shards(f"{base}/*.tar", "o")
+
+
+def list_of_azure(handler: Handler) -> None:
+    """Answers the list of a container, in two pages, as Azure's REST interface does."""
+    is_second = "marker=next" in handler.path
+    names = ["cc12m/00001.tar"] if is_second else ["cc12m/00000.tar", "cc12m/notes.txt"]
+    entry = (
+        "<Blob><Name>{}</Name><Properties><Last-Modified>Thu, 01 Jan 2026 00:00:00 GMT"
+        "</Last-Modified><Etag>0x1</Etag><Content-Length>7</Content-Length><Content-Type>application/x-tar</Content-Type></Properties></Blob>"
+    )
+    page = "" if is_second else "next"
+    text = (
+        "<?xml version='1.0' encoding='utf-8'?><EnumerationResults><Prefix>cc12m/</Prefix><Blobs>"
+        f"{''.join(map(entry.format, names))}</Blobs><NextMarker>{page}</NextMarker>"
+        "</EnumerationResults>"
+    )
+    handler.send(200, text.encode(), Content_Type="application/xml")
+
+
+def test_a_container_of_azure_is_listed(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = list_of_azure
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", server.url(""))
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
+    container = f"az://listed-{server.server_address[1]}"
+    urls = [f"{container}/cc12m/0000{n}.tar" for n in (0, 1)]
+    assert expand_shards(f"{container}/cc12m/*.tar", "o") == urls
 
 
 # --- credentials ---------------------------------------------------------------------------------

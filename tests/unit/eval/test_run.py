@@ -14,10 +14,14 @@ from mclclip import config as configuration
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
 from mclclip.eval.protocols import BenchmarkConfig
+from mclclip.models.encoder import load_model
+from mclclip.models.loading import load_towers
+from mclclip.objectives.base import parse
 from mclclip.ranks.process_group import SINGLE
 from mclclip.util.remake import Remake
 from mclclip.verbs import eval as evaluation
 from mclclip.verbs import index
+from tests import tiny
 
 
 @pytest.fixture
@@ -291,6 +295,34 @@ def test_named_models_suites_and_benchmarks(
     }  # fmt: skip
     with pytest.raises(ValueError, match="no benchmark 'nothing': there are mmvp"):
         evaluation.run(config, SINGLE, only=["nothing"])
+
+
+def test_widths_are_evaluated_beside_the_whole(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the first numbers of the features; a width that these do not have is left out."""
+    config, model = make_config(run_dir, folder), tmp_path / "model"
+    load_towers(tiny.MODEL).save(model)
+    named = {"models": [f"mine={model}"], "widths": [8, 3, 100]}
+    rows = evaluation.run(config, SINGLE, **named)
+    assert {row.model for row in rows} == {"mine", "mine:3"}
+    assert "mine:3" in capsys.readouterr().out
+    whole, cut = (results.read(run_dir / "results.jsonl") for _ in range(2))
+    assert whole == cut and len(rows) == len(whole)
+    again = evaluation.run(config, SINGLE, models=[f"mine={model}"], widths=[3, 5])
+    assert {row.model for row in again} == {"mine:5"}
+    judge = evaluation.SuiteJudge(config.eval.suite)
+    expected = judge.measure(load_model(model).cut(5), tmp_path / "rows.jsonl", "mine:5")
+    assert [row.value for row in again] == [row.value for row in expected]
+
+
+def test_a_run_evaluates_the_widths_that_it_has_trained(run_dir: Path, folder: Path) -> None:
+    load_towers(tiny.MODEL).save(run_dir / "stage_0" / "export")
+    config = make_config(run_dir, folder)
+    objective = parse({"kind": "info_nce", "widths": [2, 4]})
+    config = replace(config, train=replace(config.train, objective=objective))
+    rows = evaluation.run(config, SINGLE)
+    assert {row.model for row in rows} == {"stage_0", "stage_0:2", "stage_0:4"}
 
 
 def test_rows_and_tables_name_random_weights(

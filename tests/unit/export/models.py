@@ -120,6 +120,11 @@ def source_of(kind: str, folder: Path) -> Path:
         exported(folder / "shorter", text_cfg={"context_length": 30})
         load_towers(folder / "shorter", long_context=True).save(folder / kind)
         return folder / kind
+    if kind.startswith("sized_"):  # at another image size than its weights'
+        load_towers(source_of(kind.removeprefix("sized_"), folder), image_size=96).save(
+            folder / kind
+        )
+        return folder / kind
     if kind == "resnet":
         load_towers(CONFIGS / "tiny_resnet.json").save(folder / kind)
         return folder / kind

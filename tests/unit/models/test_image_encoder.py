@@ -16,9 +16,12 @@ from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.patterns import ParameterConfig
 from mclclip.models.soup import save_uniform_soup
 from tests.unit.models.conftest import CONFIGS
 from tests.unit.models.stages import vary
+
+DECAY = [ParameterConfig("*", layer_decay=0.5)]
 
 TINY = CONFIGS / "tiny_vit.json"
 NO_TEXT = "the model is an image encoder without a text tower: take a CLIP model"
@@ -68,7 +71,7 @@ def test_objective_sees_the_projector_and_a_step_moves_what_is_unlocked(
     assert output["image_features"].shape == (3, 16)
     torch.testing.assert_close(output["image_features"].norm(dim=1), torch.ones(3))
     before = {name: t.clone() for name, t in encoder.named_parameters()}
-    optimizer = build_optimizer(encoder, weight_decay=0.1, lr=0.01, layer_decay=0.5)
+    optimizer = build_optimizer(encoder, weight_decay=0.1, lr=0.01, parameters=DECAY)
     output["image_features"][:, 0].sum().backward()
     optimizer.step()
     moved = {n for n, t in encoder.named_parameters() if not torch.equal(t, before[n])}

@@ -21,8 +21,11 @@ from mclclip.models.lora import add_lora
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.patterns import ParameterConfig
 from tests.matrix import in_soak, kept
 from tests.unit.models.conftest import CONFIGS, tiny_config
+
+DECAY = [ParameterConfig("*", layer_decay=0.5)]
 
 BLOCK = "clip.visual.transformer.resblocks."
 
@@ -129,7 +132,7 @@ def test_a_step_moves_the_unlocked_blocks_of_a_text_tower_alone(kind: str) -> No
     model.train()
     assert (frozen.training, trained.training) == (False, True)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    optimizer = build_optimizer(model, weight_decay=0.1, lr=0.01, layer_decay=0.5)
+    optimizer = build_optimizer(model, weight_decay=0.1, lr=0.01, parameters=DECAY)
     tokens = torch.tensor([[2, 5, 7, 60, 1, 1], [2, 9, 8, 6, 61, 1]])
     tokens = torch.nn.functional.pad(tokens, (0, 0 if kind == "hugging" else 10))
     model(text=tokens)["text_features"][:, :5].pow(2).sum().backward()
@@ -350,7 +353,7 @@ def test_blocks_of_both_towers(vit: Model, resnet: Model) -> None:
 def test_layers_of_a_text_tower_count_from_its_top(vit: Model) -> None:
     wanted = {
         "text_projection": 0,
-        "ln_final.weight": 0,
+        "ln_final.weight": 1,
         "transformer.resblocks.1.mlp.c_fc.weight": 1,
     }
     wanted |= {"transformer.resblocks.0.mlp.c_fc.weight": 2, "positional_embedding": 3}

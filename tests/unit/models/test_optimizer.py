@@ -14,14 +14,17 @@ from mclclip.models.optimizer import (
     learning_rate,
     parameter_groups,
 )
+from mclclip.models.patterns import ParameterConfig
 
 # isort: split
 import timm.optim
 
+DECAY = [ParameterConfig("*", layer_decay=0.5)]
+
 
 def test_norms_biases_and_the_scale_do_not_decay(vit: Model) -> None:
     vit.clip.transformer.requires_grad_(False)
-    decayed, plain, scale = groups = parameter_groups(vit, 0.2, None, 0.0)
+    decayed, plain, scale = groups = parameter_groups(vit, 0.2)
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0, 0.0]
     names = {id(p): n for n, p in vit.named_parameters()}
     without = {names[id(p)] for p in [*plain["params"], *scale["params"]]}
@@ -126,12 +129,13 @@ def settings(optimizer: torch.optim.Optimizer, module: nn.Module, key: str) -> d
 
 def test_layers_decay_from_the_top(vit: Model) -> None:
     module = Trainee(vit)
-    optimizer = build_optimizer(module, weight_decay=0.2, layer_decay=0.5, lr=8.0)
+    optimizer = build_optimizer(module, weight_decay=0.2, parameters=DECAY, lr=8.0)
     scales = settings(optimizer, module, "lr_scale")
     assert scales.keys() == {name for name, _ in module.named_parameters()}
     block = "transformer.resblocks"
     assert scales["objective.weight"] == scales["model.clip.logit_scale"] == 1.0
-    assert scales["model.clip.visual.proj"] == scales["model.clip.ln_final.bias"] == 1.0
+    assert scales["model.clip.visual.proj"] == scales["model.clip.text_projection"] == 1.0
+    assert scales["model.clip.visual.ln_post.bias"] == scales["model.clip.ln_final.bias"] == 0.5
     assert scales[f"model.clip.visual.{block}.2.attn.in_proj_weight"] == 0.5
     assert scales[f"model.clip.visual.{block}.0.ln_1.weight"] == 0.125
     assert scales["model.clip.visual.conv1.weight"] == 0.0625
@@ -148,7 +152,7 @@ def test_layers_decay_from_the_top(vit: Model) -> None:
 def test_without_decay_every_group_has_the_same_rate(vit: Model) -> None:
     optimizer = build_optimizer(vit, weight_decay=0.2, lr=8.0)
     assert {group["lr"] for group in optimizer.param_groups} == {8.0}
-    assert not any("lr_scale" in group for group in optimizer.param_groups)
+    assert {group["lr_scale"] for group in optimizer.param_groups} == {1.0}
 
 
 # --- upper bounds ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mclclip.eval.classification import with_feature
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import retrieval
 from mclclip.export import convert
-from mclclip.models.encoder import split_name
+from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.towers import pair
 from mclclip.verbs.eval import identity_of

@@ -13,7 +13,8 @@ from mclclip.config import load
 from mclclip.data.batches import Batch
 from mclclip.models.loading import load_towers
 from mclclip.objectives.base import ObjectiveInputs, parse
-from mclclip.objectives.row_losses import Pairs, divergences
+from mclclip.objectives.pairs import Pairs
+from mclclip.objectives.row_losses import divergences
 from mclclip.plan import memory
 from mclclip.plan.machine import Machine
 from mclclip.ranks.process_group import SINGLE

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.row_losses import Pairs, row_losses
+from mclclip.objectives.pairs import Pairs
+from mclclip.objectives.row_losses import row_losses
 
 
 def draw(

@@ -24,6 +24,7 @@ from mclclip.verbs import cluster, index, report
 from tests import made_run
 from tests.shard_server import serving
 from tests.tiny import digests
+from tests.unit.run.test_trackers import Calls, put_package
 
 SECTIONS = (
     "story results better pairs clusters groups nearest blindspots filters curves cost".split()
@@ -207,6 +208,27 @@ def test_agreement_is_what_cluster_recorded(made: Path, page: str) -> None:
 
 
 # --- runs that lack something --------------------------------------------------------------------
+
+
+def test_verdict_and_page_are_logged_to_the_trackers(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = Calls()
+    put_package(monkeypatch, "wandb", calls)
+    options = config.load(copied / "config.yaml", [f"run_dir={copied}", "track=[wandb]"])
+    names = ("verdict.md", report.NAME)
+    report.track(options)
+    assert [args for name, args in calls if name == "add_file"] == [
+        (str(copied / name),) for name in names
+    ]
+    sentences = api.Run.open(copied).verdict()
+    text = (copied / "verdict.md").read_text()
+    assert text.startswith("\n\n".join(sentences)) and "| benchmark" in text
+    shutil.rmtree(copied / "outcomes")
+    calls.clear()
+    report.track(options)
+    assert [args for name, args in calls if name == "add_file"] == [(str(copied / names[1]),)]
+    assert "verdict.md is left out" in caplog.text
 
 
 def test_there_is_no_run_or_nothing_to_show(tmp_path: Path) -> None:

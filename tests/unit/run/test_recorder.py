@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mclclip.ranks.process_group import Context
-from mclclip.run import runlog
-from mclclip.run.recorder import NotFinite, Recorder
+from mclclip.run.recorder import NotFinite, Recorder, Work
+from mclclip.run.trackers import Trackers
 from tests import tiny
 from tests.device_waits import Readings
 
@@ -116,13 +116,13 @@ def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
     assert not tiny.rows(tmp_path / "metrics.jsonl")
 
 
-def test_a_sink_that_is_not_installed_is_refused(
+def test_a_tracker_that_is_not_installed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*args: Any, **options: Any) -> None:
         raise ValueError("track: wandb is not installed")
 
-    monkeypatch.setattr(runlog, "open_sinks", missing)
+    monkeypatch.setattr(Trackers, "open", missing)
     with pytest.raises(ValueError, match="not installed"):
         make(tmp_path, track=["wandb"])
 
@@ -154,3 +154,16 @@ def test_steps_that_are_left_out_do_not_end_it(tmp_path: Path) -> None:
     recorder.raise_if_diverged(10)
     recorder.close()
     assert [row["step"] for row in tiny.rows(tmp_path / "metrics.jsonl")] == [5, 10]
+
+
+def test_a_line_of_the_log_shows_speed_and_waiting(tmp_path: Path) -> None:
+    for work, words in (
+        (Work(10**9, 100.0), ["MFU", "waiting", "samples/s"]),
+        (Work(10**9, None), ["GFLOP/s", "waiting", "samples/s"]),
+        (Work(), ["waiting", "samples/s"]),
+    ):
+        recorder = make(tmp_path / str(len(words)) / str(work.operations), work=work, log_every=1)
+        recorder.take(1, parts_of(1), lr=0.1)
+        line = recorder.latest()
+        assert all(word in line for word in words)
+        recorder.close()

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from mclclip.run import runlog
-from mclclip.run.recorder import Meter
+from mclclip.run import runlog, trackers
+from mclclip.run.recorder import Meter, Work
+from mclclip.run.trackers import Tracker, Trackers
 from tests import tiny
 
 
@@ -177,11 +178,24 @@ def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch
     assert meter.read(wait_s=1.5)["data_wait_share"] == 0.75  # another rank waited longer
 
 
+def test_the_meter_tells_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
+    # 100 samples in 2 s on 2 ranks: 25 a second and rank, of 4e12 operations each.
+    for peak, share in ((400.0, 0.25), (None, None)):
+        meter = Meter(global_batch=100, world_size=2, work=Work(int(4e12), peak))
+        meter.steps = 1
+        now.s += 2.0
+        row = meter.read()
+        assert row["tflops_per_s_per_rank"] == 100.0 and row.get("mfu") == share
+    assert not {"mfu", "tflops_per_s_per_rank"} & Meter(8, 1).read().keys()
+
+
 # --- rows on disk ------------------------------------------------------------------------------
 
 
-class Sink:
-    """A sink that records its rows, and fails or hangs if it is told to."""
+class Recording(Tracker):
+    """A tracker that records its rows, and fails or hangs if it is told to."""
 
     def __init__(
         self, error: Exception | None = None, hangs_until: threading.Event | None = None
@@ -208,16 +222,18 @@ def write(path: Path, *steps: int, resume_step: int = 0) -> None:
     lines.close()
 
 
-def test_rows_go_to_the_file_and_to_every_sink(tmp_path: Path) -> None:
-    sink = Sink()
-    metrics = runlog.MetricsLog(tmp_path / "train", resume_step=0, sinks={"sink": sink})
+def test_rows_go_to_the_file_and_to_every_tracker(tmp_path: Path) -> None:
+    tracker = Recording()
+    metrics = runlog.MetricsLog(
+        tmp_path / "train", resume_step=0, trackers=Trackers({"it": tracker})
+    )
     metrics.write(10, {"loss": 0.5})
     metrics.write(12, {"loss": 0.4}, "epochs")
     # On disk before the files are closed.
     assert tiny.rows(tmp_path / "train" / "metrics.jsonl") == [{"step": 10, "loss": 0.5}]
     assert tiny.rows(tmp_path / "train" / "epochs.jsonl") == [{"step": 12, "loss": 0.4}]
     metrics.close()
-    assert sink.rows == [(10, {"loss": 0.5})] and sink.closed and not metrics.lost
+    assert tracker.rows == [(10, {"loss": 0.5})] and tracker.closed and not metrics.lost
 
 
 def test_a_resumed_run_repeats_no_row_and_misses_none(tmp_path: Path) -> None:
@@ -226,6 +242,25 @@ def test_a_resumed_run_repeats_no_row_and_misses_none(tmp_path: Path) -> None:
     write(path, 30, 40, resume_step=20)
     write(undisturbed, 10, 20, 30, 40)
     assert path.read_text() == undisturbed.read_text()
+
+
+def test_a_tracker_gets_each_row_once(tmp_path: Path) -> None:
+    """Killed after the row of step 30 was logged; the last checkpoint is of step 20."""
+    tracker = Recording()
+    for resume_step, steps in ((0, (10, 20, 30)), (20, (30, 40))):
+        metrics = runlog.MetricsLog(
+            tmp_path,
+            resume_step=resume_step,
+            trackers=Trackers({"it": tracker}),
+            evaluates=True,
+        )
+        for step in steps:
+            metrics.write(step, {"loss": step / 10})
+        metrics.write(20, {"imagenet": 41.0}, "evaluations")  # of the checkpoint, again
+        metrics.close()
+    assert [step for step, row in tracker.rows if "loss" in row] == [10, 20, 30, 40]
+    assert [step for step, row in tracker.rows if "imagenet" in row] == [20]
+    assert len(tiny.rows(tmp_path / "evaluations.jsonl")) == 1
 
 
 @pytest.mark.parametrize("half", [b'{"step": 20, "lo', b'{"step": 20}', b"\0\0\0\n", b"\xff\n"])
@@ -283,8 +318,10 @@ def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
 def test_what_fails_is_said_once_counted_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good, bad = Sink(), Sink(ConnectionError("no\nroute"))
-    metrics = runlog.MetricsLog(tmp_path, resume_step=0, sinks={"bad": bad, "good": good})
+    good, bad = Recording(), Recording(ConnectionError("no\nroute"))
+    metrics = runlog.MetricsLog(
+        tmp_path, resume_step=0, trackers=Trackers({"bad": bad, "good": good})
+    )
     metrics.files["epochs.jsonl"].close()  # so that writing fails
     for step in (1, 2, 3):
         metrics.write(step, {"loss": 0.5})
@@ -292,92 +329,18 @@ def test_what_fails_is_said_once_counted_and_ends_nothing(
     metrics.close()
     assert metrics.lost == {"bad": 3, "epochs.jsonl": 3}
     assert len(good.rows) == 3 and bad.closed and len(tiny.rows(tmp_path / "metrics.jsonl")) == 3
-    assert caplog.text.count("bad cannot be written (no route): the training goes on") == 1
+    assert caplog.text.count("bad cannot be written (no route): the run goes on") == 1
     assert "bad: 3 writes failed in all" in caplog.text
 
 
-def test_a_sink_that_hangs_is_left(
+def test_a_tracker_that_hangs_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runlog, "CLOSE_S", 0.5)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.5)
     answer = threading.Event()
-    slow, after = Sink(hangs_until=answer), Sink()
-    runlog.MetricsLog(tmp_path, resume_step=0, sinks={"slow": slow, "after": after}).close()
+    slow, after = Recording(hangs_until=answer), Recording()
+    both = Trackers({"slow": slow, "after": after})
+    runlog.MetricsLog(tmp_path, resume_step=0, trackers=both).close()
     assert after.closed and not slow.closed
     assert "slow was not closed after 0.5 s: not waiting longer" in caplog.text
     answer.set()
-
-
-# --- sinks -------------------------------------------------------------------------------------
-
-
-def open_sink(name: str, directory: Path, resume_step: int = 0) -> runlog.Sink:
-    sinks = runlog.open_sinks([name], directory, config={"seed": 1}, resume_step=resume_step)
-    return sinks[name]
-
-
-def test_a_sink_that_is_not_installed_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"wandb is not installed: pip install 'mclclip\[track\]'"):
-        open_sink("wandb", tmp_path)
-
-
-def test_a_sink_that_does_not_start_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def init(**options: Any) -> None:
-        raise RuntimeError("no API key")
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    assert runlog.open_sinks(["wandb"], tmp_path, config={}, resume_step=0) == {}
-    assert "wandb does not start (no API key): the training goes on without" in caplog.text
-
-
-def test_tensorboard_resumes_without_double_points(tmp_path: Path) -> None:
-    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    first = open_sink("tensorboard", tmp_path)
-    for step in (10, 20, 30):
-        first.write(step, {"loss": step / 10, "note": "text is left out"})
-    # Killed: never closed. The last checkpoint is of step 20.
-    second = open_sink("tensorboard", tmp_path, resume_step=20)
-    for step in (30, 40):
-        second.write(step, {"loss": step / 10})
-    second.close()
-    events = loading.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (10, 1.0), (20, 2.0), (30, 3.0), (40, 4.0)
-    ]  # fmt: skip
-
-
-def test_wandb_is_not_told_the_secret_of_a_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **o: started.append(o)))
-    urls = ["https://h/a.tar?signature=s3cret", "https://h/b.tar"]
-    given = {"data": {"shards": urls, "url": urls[0]}, "lr": 0.1}
-    runlog.open_sinks(["wandb"], tmp_path, config=given, resume_step=0)
-    shown = "https://h/a.tar?..."
-    wanted = {"data": {"shards": [shown, urls[1]], "url": shown}, "lr": 0.1}
-    assert started[0]["config"] == wanted
-
-
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, Any]] = []
-    run = SimpleNamespace(log=lambda row, step: None, finish=lambda: None)
-
-    def init(**options: Any) -> SimpleNamespace:
-        started.append(options)
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for _ in range(2):
-        sink = open_sink("wandb", tmp_path)
-        sink.write(1, {"loss": 0.5})
-        sink.close()
-    assert len(started[0]["id"]) == 8 and started[0]["id"] == started[1]["id"]
-    assert started[0]["config"] == {"seed": 1} and started[1]["resume"] == "allow"

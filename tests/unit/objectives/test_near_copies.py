@@ -1,4 +1,4 @@
-"""Rows with equal captions or pictures: masked, positives, or open_clip's negatives."""
+"""Near copies: masked, positives, or open_clip's negatives; told by bytes or by stage 0."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mclclip.objectives.base import Objective, ObjectiveInputs, parse
-from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks.process_group import SINGLE
 from tests import objective_loops as loops
 from tests.contracts.test_objectives import Towers
@@ -25,21 +25,23 @@ FIELDS = [
 ]
 
 
-def built(kind: str, equal_captions: str, precision: str = "float64") -> Objective:
+def built(kind: str, role: str, precision: str = "float64", **near: Any) -> Objective:
     model: Any = Towers()
-    options = parse({"kind": kind, "equal_captions": equal_captions})
-    assert options.reads.digests == (equal_captions != "negatives")
+    how = {} if role == "negatives" else {"near_copies": {"role": role, **near}}
+    options = parse({"kind": kind, **how})
+    assert bool(options.reads.digests) == (role != "negatives" and not near)
+    assert bool(options.reads.encoders) == bool(near)
     return options.build(ObjectiveInputs(model, SINGLE, 0, precision))
 
 
-def run(objective: Objective, batch: loops.Batch) -> dict[str, Tensor]:
+def run(objective: Objective, batch: loops.Batch, **base: Tensor) -> dict[str, Tensor]:
     """The objective's parts; the loss has been pulled back."""
     image, text = batch.unit()
     features = {"image_features": image, "text_features": text, "logit_scale": batch.scale}
     features["logit_bias"] = torch.tensor(-2.0, dtype=image.dtype)
     marks = {"group_ids": batch.group_ids[:, None], "sample_id": batch.sample_id}
-    digests = dict(zip(DIGESTS, batch.digests, strict=False))
-    parts = loops.parts_of(objective, **features, **marks, **digests)
+    digests = dict(zip(loops.DIGESTS, batch.digests, strict=False))
+    parts = loops.parts_of(objective, **features, **marks, **digests, **base)
     parts["loss"].backward()
     return parts
 
@@ -54,10 +56,76 @@ def test_without_equal_captions_the_bits_are_those_of_negatives(
     batch.digests = torch.arange(12) * 2**40, -torch.arange(12)
     expected = run(built(kind, "negatives", "fp32"), plain)
     found = run(built(kind, how, "fp32"), batch)
-    assert found.pop("equal_captions") == 0 and found.keys() == expected.keys()
+    assert found.pop("near_copies") == 0 and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     for mine, theirs in zip(batch.gradients(), plain.gradients(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def stored(rows: int, seed: int = 0, dim: int = 4) -> dict[str, Tensor]:
+    """Stage 0's embeddings, at random."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        f"base_{name}_features": functional.normalize(torch.randn(rows, dim, generator=random))
+        for name in ("image", "text")
+    }
+
+
+@pytest.mark.parametrize(("kind", "how"), FIELDS)
+def test_a_threshold_above_1_gives_the_bits_of_a_training_without_it(kind: str, how: str) -> None:
+    plain = loops.draw(3, 12, groups=2, dtype=torch.float32)
+    batch = plain.rows(slice(None))
+    expected = run(built(kind, "negatives", "fp32"), plain)
+    found = run(built(kind, how, "fp32", threshold=1.01), batch, **stored(12))
+    assert found.pop("near_copies") == 0 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    for mine, theirs in zip(batch.gradients(), plain.gradients(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("kind", "how"), FIELDS)
+def test_embeddings_of_equal_captions_give_the_loss_of_their_bytes(kind: str, how: str) -> None:
+    """Where equal captions and pictures have one embedding, and others have unlike ones."""
+    marks = torch.tensor([0, 0, 1, 2, 3, 1, 4, 5]), torch.tensor([0, 1, 2, 2, 3, 4, 5, 6])
+    one = loops.draw(5, 8, groups=2)
+    one.digests = marks
+    two = one.rows(slice(None))
+    two.digests = ()
+    images, texts = torch.eye(8)[marks[1]], torch.eye(8)[marks[0]]
+    base = {"base_image_features": images, "base_text_features": texts}
+    by_bytes = run(built(kind, how), one)
+    by_rows = run(built(kind, how, threshold=0.9), two, **base)
+    assert by_bytes["near_copies"] == by_rows["near_copies"] > 0
+    for name in by_bytes:
+        loops.close(by_bytes[name].detach(), by_rows[name].detach())
+    for mine, theirs in zip(one.gradients(), two.gradients(), strict=True):
+        loops.close(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["info_nce", "ifm", "hcl", "sigmoid"])
+@pytest.mark.parametrize("near", [{"threshold": 0.99}, {"threshold": 0.2}, {"margin": 0.1}])
+def test_the_tile_changes_nothing(kind: str, near: dict[str, float]) -> None:
+    batch, found = loops.draw(8, 9, groups=2, repeated=True), []
+    for tile in (2, 100):
+        objective: Any = built(kind, "masked", **near)
+        objective.tile = tile
+        again = batch.rows(slice(None))
+        parts = run(objective, again, **stored(9))
+        found.append([parts["loss"].detach(), parts["near_copies"], *again.gradients()])
+    for mine, theirs in zip(*found, strict=True):
+        loops.close(mine, theirs)
+
+
+def test_a_margin_is_counted_from_the_own_pair() -> None:
+    """GIST: only row 0, whose own cosine is small, has near copies."""
+    images = torch.eye(4, dtype=torch.float64)
+    texts = images.clone()
+    texts[0] = functional.normalize(torch.tensor([0.3, 0.9, 0.0, 0.0], dtype=torch.float64), dim=0)
+    base = {"base_image_features": images, "base_text_features": texts}
+    for margin, count in ((0.0, 1), (0.2, 2), (0.4, 3 + 1)):
+        batch = loops.draw(2, 4)
+        parts = run(built("info_nce", "masked", margin=margin), batch, **base)
+        assert parts["near_copies"] == count, margin
 
 
 @pytest.mark.parametrize("kind", ["info_nce", "ifm", "hcl"])
@@ -67,7 +135,7 @@ def test_rows_whose_others_are_all_masked_have_loss_0(kind: str) -> None:
     batch.group_ids = torch.tensor([0, 0, 0, 1, 1, 1])
     batch.digests = torch.tensor([7, 7, 7, 1, 2, 3]), torch.tensor([1, 2, 3, 4, 4, 5])
     parts = run(built(kind, "masked", "fp32"), batch)
-    assert parts["rows_without_negatives"] == 3 and parts["equal_captions"] == 3 + 1
+    assert parts["rows_without_negatives"] == 3 and parts["near_copies"] == 6 + 2
     for gradient in batch.gradients()[:2]:
         assert torch.equal(gradient[:3], torch.zeros_like(gradient[:3]))
         assert (gradient[3:] != 0).all()
@@ -84,7 +152,7 @@ def test_rows_without_negatives_pull_all_their_positives() -> None:
         batch.first[:], batch.second[:] = batch.first[0], batch.second[0]
     alike = run(built("info_nce", "positives"), batch)
     assert alike["loss"].item() == pytest.approx(math.log(5)) and parts["loss"] > math.log(5)
-    assert parts["equal_captions"] == 10 and parts["rows_without_negatives"] == 0
+    assert parts["near_copies"] == 20 and parts["rows_without_negatives"] == 0
 
 
 def test_positives_of_one_caption_change_nothing_in_info_nce() -> None:
@@ -111,11 +179,11 @@ def test_repeated_samples_are_positives() -> None:
     batch.digests = torch.arange(5), torch.tensor([3, 0, 1, 2, 3])
     reference = batch.rows(slice(None))
     rows = loops.rows_of(reference, "captions")
-    assert [len(row.equal) for row in rows[0]] == [1, 0, 0, 0, 1]
-    expected = loops.mean_loss(rows, lambda row: loops.info_nce_of_equals(row, reference.scale))
+    assert [len(row.near) for row in rows[0]] == [1, 0, 0, 0, 1]
+    expected = loops.mean_loss(rows, lambda row: loops.info_nce_of_near(row, reference.scale))
     parts = run(built("info_nce", "positives"), batch)
     loops.close(parts["loss"].detach(), expected.detach())
-    assert parts["equal_captions"] == 1
+    assert parts["near_copies"] == 2
 
 
 @pytest.mark.parametrize(("kind", "how"), FIELDS)
@@ -130,7 +198,7 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
             side[:] = 1.0
     image, text = (side.detach() for side in batch.unit())
     marks = {"group_ids": batch.group_ids[:, None], "sample_id": batch.sample_id}
-    marks |= dict(zip(DIGESTS, batch.digests, strict=True))
+    marks |= dict(zip(loops.DIGESTS, batch.digests, strict=True))
     given = {"image_features": image, "text_features": text, **marks}
     chance = objective.chance(*loops.split(given), {n: part.detach() for n, part in parts.items()})
     assert chance is not None

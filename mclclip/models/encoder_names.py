@@ -1,0 +1,70 @@
+"""Names of encoders, such as ``ViT-L-14@openai`` or a folder: what they stand for, whether that can
+be loaded, and what identifies it."""
+
+from pathlib import Path
+from typing import Any
+
+from mclclip.data.text_rows import width_of
+from mclclip.models import transformers_folder, weights
+from mclclip.models.loading import check_tokenizer, has_texts, model_config, refuse_without_weights
+from mclclip.models.options import ModelConfig
+from mclclip.util import files
+from mclclip.util.shipped import RECIPES
+
+RANDOM = "random"
+"""In NAME@random, where a tag of weights would stand: random weights."""
+
+
+def identify_encoder(model: ModelConfig) -> dict[str, Any]:
+    """Returns the fields of ``model`` that determine an encoder which is not trained here; files
+    are represented by their digests."""
+    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained, **model.of_towers}
+    if isinstance(model.name, str):
+        path = Path(model.name.removeprefix("local-dir:"))
+        if model.name.startswith(transformers_folder.PREFIX):
+            fields["name"] = transformers_folder.digest(model.name)
+        elif (path / weights.CONCAT).is_file():
+            joined = (weights.CONCAT, weights.CONCAT_WEIGHTS)
+            fields["name"] = files.digest_json([files.digest_file(path / name) for name in joined])
+        elif path.is_dir():
+            fields["name"] = files.digest_file(weights.find_weights(path))
+        elif path.is_file():
+            fields["name"] = files.digest_json(files.read_json(path))
+    if model.pretrained is not None and Path(model.pretrained).is_file():
+        fields["pretrained"] = files.digest_file(Path(model.pretrained))
+    fields["text_rows"] = width_of(model.text_rows) if model.text_rows else None
+    if model.image_weights is not None:
+        fields["image_weights"] = files.digest_file(
+            weights.checked_image_weights(model.image_weights)
+        )
+    return fields
+
+
+def check_encoder(name: str, *, text: bool) -> None:
+    """Raises ValueError or FileNotFoundError for an encoder that `load_model` does not load, and
+    for one without a text tower if it is to read texts (``text``). No weights are read."""
+    where, pretrained = split_name(name)
+    path = Path(str(where).removeprefix("local-dir:"))
+    if not (path / weights.CONCAT).is_file():
+        if pretrained is None:
+            refuse_without_weights(where)
+        model_config(where, None if pretrained == RANDOM else pretrained)
+        if text:
+            check_tokenizer(where)
+    if text and not has_texts(where):
+        raise ValueError("it has no text tower: set between=images, or take another teacher")
+
+
+def split_name(where: str | Path) -> tuple[str | Path, str | None]:
+    """Splits ``NAME@PRETRAINED`` into name and tag; the tag is None if nothing follows the @.
+
+    An existing path is a name, even with an @ in it. The name of a model config that is shipped
+    beside the recipes, such as ``tiny_clip``, becomes its path.
+    """
+    path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
+    name, tag = where, None
+    if "@" in path and not Path(path).exists():
+        name, _, tag = str(where).rpartition("@")
+    shipped = RECIPES / f"{name}.json"
+    is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
+    return str(shipped) if is_shipped else name, tag or None

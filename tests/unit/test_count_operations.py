@@ -1,0 +1,83 @@
+"""A training counts its operations once, as a plan does, and is not changed by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mclclip.models.loading import load_towers, prepare_model
+from mclclip.objectives.base import ObjectiveInputs
+from mclclip.plan.machine import Machine
+from mclclip.plan.memory import count_operations, measure
+from mclclip.ranks.process_group import SINGLE, choose_peak_tflops
+from mclclip.train.loop import ModelWithObjective
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.lock.text=true"],
+        ["train.lock.text=false"],
+        ["train.engine.grad_checkpointing=true"],
+        ["train.precision=bf16"],
+        ["train.precision=float64"],
+        ["train.patch_dropout=0.5", "train.lock.image_blocks=all"],
+        ["train.lora={}", "train.lock.image_blocks=1"],
+        ["train.parameters=[{match: 'image.*', lr_scale: 0}]"],
+        ["train.objective={kind: nt_xent}"],
+        ["train.objective={kind: moco}"],
+        ["train.objective={kind: feature_dropout}"],
+        ["train.objective={kind: preserve, exact: true}"],
+        [f"model.name={json.dumps(tiny.RESNET)}"],
+    ],
+    ids=lambda overrides: overrides[0].removeprefix("train."),
+)
+def test_operations_are_those_of_the_plan(overrides: list[str]) -> None:
+    config = tiny.make_config(Path("run"), Path("data"), "base=null", *overrides)
+    options, stored = config.train, config.train.reads_text_embeddings
+    model = load_towers(config.model.name, seed=1)
+    prepare_model(model, **options.model_arguments(), seed=0)
+    objective = options.objective.build(ObjectiveInputs(model, SINGLE, 0, options.precision))
+    module = ModelWithObjective(model, objective, options.precision)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    torch.manual_seed(7)
+    drawn = torch.randn(3)
+    torch.manual_seed(7)
+    counted = count_operations(module, options, CPU, stored)
+    assert torch.equal(torch.randn(3), drawn)
+    assert all(torch.equal(tensor, before[n]) for n, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert model.training
+    # A plan counts what is computed again too.
+    plain = tiny.make_config(
+        Path("run"), Path("data"), "base=null", *overrides, "train.engine.grad_checkpointing=false"
+    )
+    planned = measure(plain, "train", plain.train, Machine())["operations"]["sample"]
+    # A step makes the product of an adapter's factors once, for all its samples.
+    assert counted == planned > 0 or (options.lora and counted == pytest.approx(planned, rel=0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("Unknown", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
+    assert choose_peak_tflops(torch.device("cuda", 0)) == peak
+    assert choose_peak_tflops(CPU) is None
