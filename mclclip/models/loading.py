@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mclclip.data.text_rows import TextRows, width_of
 from mclclip.models import (
     backbones,
     clip,
@@ -26,7 +25,7 @@ from mclclip.models import (
 )
 from mclclip.models.image_size import check_patches, with_image_size
 from mclclip.models.model import Model
-from mclclip.models.row_projection import WIDTH, RowClip, with_rows
+from mclclip.models.row_projection import WIDTH, build_on_rows
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.util import files
@@ -55,36 +54,35 @@ def load_towers(
 
     Args:
         name: an open_clip name, a directory (`local-dir:PATH` or `PATH`), `hf-hub:ORG/NAME`, a CLIP
-            or SigLIP of transformers (`hf:FOLDER`, `hf:ORG/NAME`), or a model config, a JSON file
-            or a mapping, whose `vision_cfg` may be a `backbones.Backbone`.
+            or SigLIP of transformers (`hf:FOLDER`, `hf:ORG/NAME`), or a model config: a JSON file
+            or a mapping with `embed_dim`, `vision_cfg` (open_clip's fields, or those of
+            `backbones.Backbone`) and `text_cfg` (without it the model is an image tower alone).
         pretrained: open_clip's tag of the weights, or a file of weights; None draws the weights by
             `seed`. Directories and hub models bring their own weights and take no `pretrained`.
-        image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`).
+        image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
+            for a model that brings none; everything else is drawn by `seed`.
         text: False loads the image tower alone, and fetches nothing for a text tower.
         projector: widths of linear layers on top of an image tower alone, drawn by `seed`.
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
-        image_size: height and width of the pictures, in place of the configuration's. Position
-            embeddings of the weights are resized as open_clip's `force_image_size` does.
-        text_rows: files of text embeddings (`data.text_rows`); a projection of these rows, drawn by
-            `seed`, takes the place of the text tower. An export of such a model needs no files.
+        image_size: height and width of the pictures; positions are resized as open_clip does.
+        text_rows: files of text embeddings (`data.text_rows`), whose projection is the text tower.
 
-    Raises ValueError for a config that is unknown or could bring code, weights that do not fit, and
-    options that the towers do not allow; FileNotFoundError if files cannot be found or fetched.
+    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights or
+    an image size that do not fit, a projector beside a text tower, and a text tower that cannot be
+    stretched; FileNotFoundError for missing files. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     config = with_image_size(config, image_size)
-    exported: Any
-    if not text or not (text_rows or "text_cfg" in config["model_cfg"]):
+    model_cfg, tokenizer = config["model_cfg"], None
+    if not text or not (text_rows or "text_cfg" in model_cfg):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
-        tokenizer = None
     else:
-        _check_clip(name, config["model_cfg"], projector)
-        build = partial(_build_on_rows, text_rows=text_rows, where=_where(name))
-        if not text_rows and WIDTH not in config["model_cfg"]["text_cfg"]:
-            random_text = bool(file) or not load_weights
-            build = partial(_build_clip, random_text=random_text, long_context=long_context)
+        _check_clip(name, model_cfg, projector)
+        build = partial(build_on_rows, _build_image_tower, text_rows, _where(name))
+        if not text_rows and WIDTH not in model_cfg["text_cfg"]:
+            build = partial(_build_clip, bool(file) or not load_weights, long_context)
         exported, model_cfg, tokenizer = build(config, file, directory, seed)
     check_patches(exported.visual, image_size)
     visual = exported.visual
@@ -121,13 +119,12 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
 
 
 def _build_clip(
+    random_text: bool,
+    long_context: bool,
     config: dict[str, Any],
     file: Path | None,
     directory: Path | None,
     seed: int,
-    *,
-    random_text: bool,
-    long_context: bool,
 ) -> tuple[Any, dict[str, Any], Any]:
     """Builds open_clip's module and loads its weights from `file`, if there is one.
 
@@ -144,39 +141,6 @@ def _build_clip(
     if long_context:
         towers.stretch(exported)
     return exported, model_cfg, tokenizer
-
-
-def _build_on_rows(
-    config: Mapping[str, Any],
-    file: Path | None,
-    directory: Path | None,
-    seed: int,
-    *,
-    text_rows: Sequence[str],
-    where: str,
-) -> tuple[Any, dict[str, Any], Any]:
-    """Builds an image tower beside a projection of rows, as wide as those of ``text_rows``, or as
-    the configuration says.
-
-    Loads the weights in ``file``: all of them if they are of such a model, else those of the image
-    tower. Returns it with its model config, and the rows in or above ``directory``.
-    """
-    model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
-    width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
-    if is_whole:
-        if width != (trained := model_cfg["text_cfg"][WIDTH]):
-            raise ValueError(
-                f"model.text_rows has rows of width {width}, and the projection of {where} takes "
-                f"{trained}: bring rows of the encoder that it was trained with"
-            )
-        image_only = {name: value for name, value in model_cfg.items() if name != "text_cfg"}
-        config = {**config, "model_cfg": image_only}
-    tower, image_cfg = _build_image_tower(config, None if is_whole else file, seed, where)
-    whole_cfg = with_rows(model_cfg, image_cfg, width)
-    built = RowClip(tower.visual, whole_cfg, seed)
-    if is_whole and file is not None:
-        weights.fill(built, weights.read_tensors(file), str(file))
-    return built, whole_cfg, TextRows.beside(directory, width)
 
 
 def _build_image_tower(

@@ -85,8 +85,6 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
         model = load_towers(
             training.layout.export(stage - 1 if options.start == "previous" else 0), **same
         )
-    if base.text_rows:
-        model.tokenizer = training.text_rows
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
@@ -337,13 +335,13 @@ def _build_batches(
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
     augmentation = training.config.model_of(training.name).augmentation
-    rows = training.text_rows if training.reads_text_rows else None
-    tokenized = objective.reads.captions and text is None and rows is None
     transforms = list[tuple[int, PictureTransform]]()
     for start, size in sizes:
         train = train_transform(model, augmentation, size)
         fast = training.pixels == "fast"
         transforms.append((start, as_transform(fast_transform(train) if fast else train)))
+    rows = training.text_rows
+    tokenized = objective.reads.captions and text is None and rows is None
     dataset = TarDataset(
         training.index,
         training.config.data,

@@ -33,7 +33,7 @@ from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenize
-from mclclip.data.text_rows import KIND, TextRows, report_missing
+from mclclip.data.text_rows import KIND, TextRows
 from mclclip.export import ExportStep
 from mclclip.models import memory, weights
 from mclclip.models.encoder import Encoder, counts_of, load_model
@@ -352,8 +352,7 @@ class TextEmbeddings(Step[Pass]):
         model = how.load().to(how.context.device)
         source = how.source(model)
         if isinstance(model.tokenizer, TextRows):
-            rows = model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
-            collectives.on_main(lambda: report_missing(rows, how.index, how.config.data))
+            model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
         per_caption = 1 if how.edits is None else how.edits.per_caption
         captions = how.index.num_captions
