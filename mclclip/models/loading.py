@@ -23,7 +23,6 @@ from mclclip.models import (
     state_dicts,
     towers,
     transformers_folder,
-    transforms,
     weights,
 )
 from mclclip.models.image_size import allow_image_size, check_patches, with_image_size
@@ -73,19 +72,16 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
-        image_size: height and width of the pictures, in place of the configuration's. Position
-            embeddings of the weights are resized as open_clip's `force_image_size` does.
+        image_size: height and width of pictures; positions are resized as open_clip resizes them.
         text_rows: files of text embeddings (`data.text_rows`); a projection of these rows, drawn by
             `seed`, takes the place of the text tower. An export of such a model needs no files.
 
-    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
-    that do not fit or had another activation, a projector beside a text tower, a text tower that
-    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if
-    files are missing, or not reachable on the hub. Torch's global generators are not used.
+    Raises ValueError for a config that is unknown or could bring code (`config_check`), and for
+    weights, a projector, a context or an image size that do not fit the towers; FileNotFoundError
+    for files that are neither here nor on the hub. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
-    if image_size is not None:
-        config = with_image_size(config, image_size)
+    config = with_image_size(config, image_size)
     exported: Any
     if not text or not (text_rows or "text_cfg" in config["model_cfg"]):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
@@ -97,25 +93,15 @@ def load_towers(
             random_text = bool(file) or not load_weights
             build = partial(_build_clip, random_text=random_text, long_context=long_context)
         exported, model_cfg, tokenizer = build(config, file, directory, seed)
-    check_patches(exported.visual, image_size)
     visual = exported.visual
+    check_patches(visual, image_size)
     if image_weights is not None:
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
-    is_backbone = isinstance(visual, backbones.BackboneTower)
-    layout = visual.layout() if is_backbone else clip.layout_of(visual)
-    pair = _transforms_of(visual, augmentation)
+    parts = clip.layout_of(visual), clip.transforms_of(visual, augmentation), tokenizer, projector
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return Model(exported, whole, layout, pair, tokenizer, projector).eval()
-
-
-def _transforms_of(
-    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
-) -> transforms.Pair:
-    if isinstance(visual, backbones.BackboneTower):
-        return visual.transforms(augmentation, image_size)
-    return clip.transforms_of(visual, augmentation, image_size)
+        return Model(exported, whole, *parts).eval()
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -381,15 +367,6 @@ def refuse_without_weights(name: str | Path) -> None:
 
 def _where(name: Name) -> str:
     return "the model config" if isinstance(name, Mapping) else str(name)
-
-
-def train_transform(
-    model: Model, augmentation: Mapping[str, Any], image_size: int | None
-) -> transforms.Transform:
-    """Returns a model's training transform for pictures of another size; None: of its own."""
-    if image_size is None:
-        return model.preprocess_train
-    return _transforms_of(model.visual, augmentation, image_size)[0]
 
 
 # --- for training ----------------------------------------------------------------------------

@@ -85,18 +85,13 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         trainee = ModelWithObjective(model, objective, options.precision)
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        operations["sizes"] = {None: operations["sample"]}
-        batches, needed = [batch], [activations]
-        for size in dict.fromkeys(part.size for part in options.image_size):
-            shape = *batch.views[0].shape[:2], size, size
-            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
-            batches.append(replace(batch, views=views))
-            _, of_size, operations["sizes"][size] = _measure_step(
-                trainee, batches[-1], local, micro
-            )
-            needed.append(of_size)
+        of_sizes = _measure_sizes(trainee, batch, options, local, micro)
+        operations["sizes"] = {size: count for size, (_, _, count) in of_sizes.items()}
+        operations["sizes"] |= {None: operations["sample"]}
+        needed = [(activations, size_bytes(batch.tensors()))]
         if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
-            del batches[0], needed[0]
+            needed = []
+        needed += [(held, size) for held, size, _ in of_sizes.values()]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -106,9 +101,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": max(needed),
+        "activations": max(held for held, _ in needed),
         "loss": share.added,
-        "batch": max(size_bytes(each.tensors()) for each in batches),
+        "batch": max(size for _, size in needed),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -292,6 +287,21 @@ def _measure_step(
             trainee(batch.slice(0, micro), lambda features: features)
         operations += first.operations
     return features, step.peak, operations // micro
+
+
+def _measure_sizes(
+    trainee: ModelWithObjective, batch: Batch, options: TrainConfig, local: int, micro: int
+) -> dict[int | None, tuple[int, int, int]]:
+    """Returns for each size of pictures in ``train.image_size`` the bytes of activations and of the
+    batch, and the operations of a sample."""
+    measured: dict[int | None, tuple[int, int, int]] = {}
+    for size in dict.fromkeys(part.size for part in options.image_size):
+        shape = *batch.views[0].shape[:2], size, size
+        views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
+        of_size = replace(batch, views=views)
+        _, activations, operations = _measure_step(trainee, of_size, local, micro)
+        measured[size] = activations, size_bytes(of_size.tensors()), operations
+    return measured
 
 
 def _measure_loss(

@@ -37,15 +37,9 @@ from mclclip.data.samples import Extra, TarDataset
 from mclclip.data.text_rows import TextRows, report_missing, width_of
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import clean_caption
+from mclclip.models.clip import clean_caption, transforms_of
 from mclclip.models.encoder import Encoder, load_model
-from mclclip.models.loading import (
-    load_towers,
-    prepare_model,
-    refuse_folded_norms,
-    start_from_rows,
-    train_transform,
-)
+from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.parameters import describe_groups
@@ -371,14 +365,13 @@ def build_trainer(
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     sizes = options.image_sizes(total, plan.steps_per_epoch)
-    operations = tuple((at, count_operations(size)) for at, size in sizes)
+    work = tuple((at, count_operations(size)) for at, size in sizes)
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=module.model.blocks(), outside=module.objective.outside(),
-        precision=options.precision, ema_decay=options.ema_decay,
-        clip_grad_norm=options.clip_grad_norm,
+        blocks=module.model.blocks(), precision=options.precision, ema_decay=options.ema_decay,
+        outside=module.objective.outside(), clip_grad_norm=options.clip_grad_norm,
     )  # fmt: skip
     checkpoints = build_checkpoints(training, identity)
     evaluation = _build_evaluation(training, engine, plan, total)
@@ -397,8 +390,7 @@ def build_trainer(
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out,
-        work=Work(operations[0][1], choose_peak_tflops(context.device), operations),
+        leaves_out=engine.leaves_out, work=Work(0, choose_peak_tflops(context.device), work),
     )  # fmt: skip
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
@@ -510,7 +502,7 @@ def _build_batches(
     tokenized = objective.reads.captions and text is None and rows is None
     transforms = list[tuple[int, PictureTransform]]()
     for start, size in sizes:
-        train = train_transform(model, augmentation, size)
+        train = transforms_of(model.visual, augmentation, size)[0]
         fast = training.pixels == "fast"
         transforms.append((start, as_transform(fast_transform(train) if fast else train)))
     dataset = TarDataset(
