@@ -400,9 +400,7 @@ def _loading(file: Path) -> Iterator[None]:
 
 
 def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
-    """Returns the layout of an image tower, or why it cannot be split or locked."""
-    if isinstance(visual, backbones.BackboneTower):
-        return visual.layout()
+    """Returns the layout of an image tower of open_clip, or why it cannot be split or locked."""
     if isinstance(visual, VisionTransformer):
         return towers.layout_or_reason(visual, towers.vision_transformer_layout)
     if isinstance(visual, ModifiedResNet):
@@ -418,13 +416,11 @@ def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
 def transforms_of(
     visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
 ) -> transforms.Pair:
-    """Returns the transforms of training and of validation of an image tower.
+    """Returns the transforms of training and of validation of one of open_clip's towers.
 
-    For open_clip's towers they are open_clip's own, unless `augmentation` has a `kind`, which names
-    one of `transforms`. ``image_size``: for pictures of another size than the tower's.
+    They are open_clip's own, unless `augmentation` has a `kind`, which names one of `transforms`.
+    ``image_size``: for pictures of another size than the tower's.
     """
-    if isinstance(visual, backbones.BackboneTower):
-        return visual.transforms(augmentation, image_size)
     options = dict(augmentation or {})
     settings = PreprocessCfg(**visual.preprocess_cfg)
     if image_size is not None:

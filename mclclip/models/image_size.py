@@ -12,7 +12,7 @@ from mclclip.util import files
 
 
 def with_image_size(config: dict[str, Any], image_size: int | None) -> dict[str, Any]:
-    """Returns a model's configuration with pictures of another size; None: of its own."""
+    """Returns a model's configuration with pictures of another size; of None the same."""
     if image_size is None:
         return config
     model_cfg = config["model_cfg"]

@@ -23,12 +23,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models.encoder_names import split_name
-from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -83,15 +83,13 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
         objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
-        features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        of_sizes = _measure_sizes(trainee, batch, options, local, micro)
-        operations["sizes"] = {size: count for size, (_, _, count) in of_sizes.items()}
-        operations["sizes"] |= {None: operations["sample"]}
-        needed = [(activations, size_bytes(batch.tensors()))]
+        batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
+        steps = {n: _measure_step(trainee, each, local, micro) for n, each in batches.items()}
+        features, _, operations["sample"] = steps[None]
+        operations["sizes"] = {size: each[2] for size, each in steps.items()}
         if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
-            needed = []
-        needed += [(held, size) for held, size, _ in of_sizes.values()]
+            del batches[None], steps[None]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -101,9 +99,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": max(held for held, _ in needed),
+        "activations": max(activations for _, activations, _ in steps.values()),
         "loss": share.added,
-        "batch": max(size for _, size in needed),
+        "batch": max(size_bytes(each.tensors()) for each in batches.values()),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -243,6 +241,14 @@ def _batch(
     )
 
 
+def _at_size(batch: Batch, size: int | None) -> Batch:
+    """Returns a batch with pictures of another height and width; None: the same."""
+    if size is None:
+        return batch
+    views = [view.new_zeros(*view.shape[:2], size, size) for view in batch.views]
+    return replace(batch, views=views)
+
+
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     """Gives every trained parameter a gradient without values, and returns the gradients."""
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -287,21 +293,6 @@ def _measure_step(
             trainee(batch.slice(0, micro), lambda features: features)
         operations += first.operations
     return features, step.peak, operations // micro
-
-
-def _measure_sizes(
-    trainee: ModelWithObjective, batch: Batch, options: TrainConfig, local: int, micro: int
-) -> dict[int | None, tuple[int, int, int]]:
-    """Returns for each size of pictures in ``train.image_size`` the bytes of activations and of the
-    batch, and the operations of a sample."""
-    measured: dict[int | None, tuple[int, int, int]] = {}
-    for size in dict.fromkeys(part.size for part in options.image_size):
-        shape = *batch.views[0].shape[:2], size, size
-        views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
-        of_size = replace(batch, views=views)
-        _, activations, operations = _measure_step(trainee, of_size, local, micro)
-        measured[size] = activations, size_bytes(of_size.tensors()), operations
-    return measured
 
 
 def _measure_loss(
@@ -358,14 +349,10 @@ def count_operations(
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
     its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
-    stored text features stand for captions. ``image_size``: pictures have another size than the
-    model's own.
+    stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
-    batch = _batch(model, options, _ROWS, cached_text)
-    if image_size is not None:
-        shape = _ROWS, model.num_channels, image_size, image_size
-        batch.views = [view.new_zeros(shape) for view in batch.views]
+    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)
     if first := model.first_block:  # stored rows stand for images
         images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
         with torch.no_grad():

@@ -9,7 +9,7 @@ embedded like a stage.
 
 With ``image_rows.enabled`` stage 0 first writes the outputs of its frozen blocks for every image,
 in the same way. All trainings and later embedding passes have the same frozen blocks, so they start
-from these rows instead of images (`loading.start_from_rows`).
+from these rows instead of images (`preparing.start_from_rows`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from mclclip.export import ExportStep
 from mclclip.models import memory, weights
 from mclclip.models.encoder import Encoder, counts_of, load_model
 from mclclip.models.encoder_names import RANDOM, identify_encoder, split_name
-from mclclip.models.loading import load_towers, refuse_without_weights, start_from_rows
+from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
+from mclclip.models.preparing import start_from_rows
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest

@@ -34,7 +34,7 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
-from mclclip.train.build import StageTraining, TrainingInputs
+from mclclip.train.inputs import StageTraining, TrainingInputs, read_inputs
 from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
@@ -148,7 +148,7 @@ class Training(Step[StageTraining]):
 
     def make(self, out: Artifact, training: StageTraining) -> Made:
         """Trains from the last checkpoint on, or from the start."""
-        inputs = build.read_inputs(training)
+        inputs = read_inputs(training)
         model = build.build_model(training, inputs.image_rows)
         objective = build.build_objective(training, model, inputs.classes)
         module = ModelWithObjective(model, objective, self.train.precision)
