@@ -142,11 +142,12 @@ def finetune(
     (``out/finetune/settings.yaml``), trains, evaluates, and returns the run. If it was stopped, the
     same call goes on.
 
-    ``captions``: a table; None if ``images`` has the captions too. ``base``: NAME@TAG of open_clip,
-    NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a CLIP or SigLIP of transformers.
-    ``options``: settings that replace chosen ones, ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``.
-    ``held_out``: the size of each held-out share. ``packing``: arguments of ``mclclip pack``, such
-    as ``caption_column``.
+    ``images``: a folder, a table, shards, or the name of a data set of the Hugging Face hub, such
+    as 'hf://datasets/ORG/NAME'. ``captions``: a table; None if ``images`` has the captions too.
+    ``base``: NAME@TAG of open_clip, NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a
+    CLIP or SigLIP of transformers. ``options``: settings that replace chosen ones,
+    ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the size of each held-out share.
+    ``packing``: arguments of ``mclclip pack``, such as ``caption_column``.
 
     Raises ValueError or FileNotFoundError for wrong arguments, such as an ``out`` that was begun
     with others; ``force`` moves aside the artifacts that differ and makes them again. Ctrl-C raises

@@ -30,7 +30,7 @@ from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.util.remake import Remake
-from mclclip.verbs import cluster, embed, export, index, relocate, report, train
+from mclclip.verbs import cluster, embed, export, index, relocate, report, texts, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -48,6 +48,8 @@ def run(
     collectives.on_main(lambda: check(config, context))
     with _recorded(config, context):
         inputs.check_samples(config, index.run(config, context, force=force))
+        if config.text_rows:
+            texts.run(config, context, force=force)
         teachers = {}
         for teacher, reads_texts in config.teachers.items():
             folder = embed.run(config, context, encoder=teacher, force=force).parent
@@ -94,6 +96,8 @@ def prepare(
             inputs.check_samples(reader, samples)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+    if config.text_rows:
+        texts.run(config, context, force=force)
     for teacher in sorted({name for reader in readers.values() for name in reader.teachers}):
         embed.run(config, context, encoder=teacher, readers=[*readers.values()], force=force)
     _stage(config, context, 0, "mcl", force)

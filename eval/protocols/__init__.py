@@ -103,6 +103,9 @@ class EvalConfig:
     """Encoders that a run measures in addition to stage_0, such as concat_raw (null: all that it
     makes). Those of its controls with these names are measured too. ``mclclip eval`` can measure
     others later."""
+    text_rows: list[str] = field(default_factory=list)
+    """Further files like those of ``model.text_rows``, with the texts of benchmarks: trainings do
+    not read them, so that benchmarks may be added after a training."""
     batch_size: PositiveInt = 256
     """Images or texts per forward."""
     precision: Literal["fp32", "bf16"] = "fp32"

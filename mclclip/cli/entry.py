@@ -199,6 +199,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "doctor": _doctor,
     "config": _config,
     "index": _function("verbs.index.run"),
+    "texts": _function("verbs.texts.run"),
     "embed": _function("verbs.embed.run"),
     "cluster": _function("verbs.cluster.run"),
     "relocate": _function("verbs.relocate.run"),

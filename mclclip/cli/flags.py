@@ -68,6 +68,9 @@ the method, as a whole and verb by verb:
                 $ mclclip race --config ucm --remedies mcl ifm run_dir=runs/race
   index         tar shards -> sample index
                 $ mclclip index --config ucm
+  texts         text embeddings of another encoder -> rows by text or key, which
+                stand for the text tower
+                $ mclclip texts --config llm model.text_rows=[rows.parquet]
   embed         index + encoder -> embeddings
                 $ mclclip embed --config ucm --stage 0
   cluster       embeddings -> cluster labels and pseudo labels
@@ -365,6 +368,9 @@ def _add_checks(verbs: Any) -> None:
 def _add_stages(verbs: Any) -> None:
     """Adds the verbs of a stage, from shards to exported models."""
     _add(verbs, "index", _REMAKE)
+    add = _add(verbs, "texts", _REMAKE).add_argument
+    missing = "lists, as JSONL, the captions and texts of benchmarks that have no row yet"
+    add("--missing", type=Path, metavar="FILE", help=missing)
     verb = _add(verbs, "embed", _REMAKE)
     add = verb.add_mutually_exclusive_group(required=True).add_argument
     add("--stage", type=_COUNT, help=_STAGE)

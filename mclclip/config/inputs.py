@@ -11,9 +11,11 @@ from mclclip.data.bytes import excluded_keys, read_excluded
 from mclclip.data.epoch_plan import check_samples as check_numbers
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import width_of
 from mclclip.eval.protocols import evaluator
 from mclclip.models.encoder_names import check_encoder
-from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
+from mclclip.models.loading import check_tokenizer, load_towers
+from mclclip.models.preparing import refuse_folded_norms
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import RunPaths, is_finished
 from mclclip.util.options import prefix_errors
@@ -24,11 +26,13 @@ log = logging.getLogger("mclclip")
 def check(config: Config) -> None:
     """Raises ValueError or FileNotFoundError for files that are wrong or missing.
 
-    These are the file of excluded samples, image weights, teachers, and tokenizers. Warns if
-    benchmarks will give figures of chance, since no training has trained the text tower that they
-    use.
+    These are the file of excluded samples, image weights, text rows, teachers, and tokenizers.
+    Warns if benchmarks will give figures of chance, since no training has trained the text tower
+    that they use.
     """
     excluded_keys(config.data.exclude)
+    if config.text_rows:
+        width_of(config.text_rows + config.eval.text_rows)
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:
@@ -60,7 +64,7 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
     names = [
         first if model is config.model and is_finished(first) else model.name
         for model in models
-        if model.text
+        if model.text and not model.text_rows
     ]
     for number, name in enumerate(names):
         if name not in names[:number]:

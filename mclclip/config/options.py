@@ -132,6 +132,13 @@ class Config:
         }
 
     @property
+    def text_rows(self) -> list[str]:
+        """The files of ``text_rows`` of all models, whose rows lie in one folder of the run."""
+        models = (self.model, self.trained_model)
+        files = (file for model in models if model is not None for file in model.text_rows)
+        return [*dict.fromkeys(files)]
+
+    @property
     def needs_text_embeddings(self) -> bool:
         """True if ``embed`` writes embeddings of the captions at stage 0."""
         return bool(self.stored_texts)

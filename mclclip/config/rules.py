@@ -43,8 +43,8 @@ def _layers(at: Subject) -> object:
 
     If its configuration is known, the tower is built without weights and prepared for training.
     """
-    from mclclip.models.loading import prepare_model  # seconds, for torch
     from mclclip.models.memory import load_shapes
+    from mclclip.models.preparing import prepare_model  # seconds, for torch
 
     if num_blocks(at.model) is None:
         return None
@@ -150,7 +150,7 @@ def _benchmarks_with_texts(at: Subject) -> list[str]:
 def _reads_texts(model: ModelConfig) -> bool:
     from mclclip.models.loading import has_texts  # seconds, for torch
 
-    return model.text and has_texts(model.name)
+    return bool(model.text and (model.text_rows or has_texts(model.name)))
 
 
 def _width(model: ModelConfig) -> int:
@@ -188,7 +188,7 @@ def _architectures(at: Subject) -> object:
     if trained is None or not (export.concat or export.soup):
         return None
     equal = model_config(base.name) == model_config(trained.name)
-    shapes = [(model.long_context, model.image_size) for model in (base, trained)]
+    shapes = [(m.long_context, m.image_size, m.text_rows) for m in (base, trained)]
     return not (equal and shapes[0] == shapes[1]) and (
         "trained_model has another architecture than model, and only stages of one architecture "
         "can be joined: set export.concat=[] and export.soup=false"
@@ -371,6 +371,9 @@ RULES: tuple[Rule, ...] = (
                  because="the former stretches the text tower: leave one out"),
         Rule(f"{option}.long_context", partial(_long_context, option=option)),
     )),
+    Rule("TRAINING.objective", lambda at: at.model.text_rows
+         and (at.options.sentences or at.options.objective.reads.edits)
+         and f"{at.training}.sentences and hard_captions have no model.text_rows: leave one out"),
     # --- stages, controls and what is measured
     Rule("cluster.num_clusters", lambda at: (
         isinstance(numbers := at.config.cluster.num_clusters, list)
@@ -396,6 +399,8 @@ RULES: tuple[Rule, ...] = (
         (names := _benchmarks_with_texts(at)) and not _reads_texts(at.config.model)
         and f"eval.suite.{names[0]} compares images with texts, and the model has no text tower: "
         "leave it out, or take a CLIP model"), "run"),
+    Rule("eval.text_rows", lambda at: at.config.eval.text_rows and not at.config.text_rows
+         and "eval.text_rows goes with model.text_rows, which names no file: set that too"),
     Rule("TRAINING.checkpoint.mirror", _mirror),
     Rule("TRAINING.evaluate", _metric),
     Rule("TRAINING.evaluate.metric", lambda at: (

@@ -62,7 +62,8 @@ class Batch:
     views          one or more [b, C, H, W]: the images, transformed once for each view; float32
                    and normalised, or uint8 if the device is to normalise them. Where rows on disk
                    stand for images, [b, ...], float16 or float32
-    text           tokens int64 [b, context]; None: captions are not read, or have text_features
+    text           tokens int64 [b, context], or rows float32 [b, W] of the user that stand for
+                   them (``text_rows``); None: captions are not read, or have text_features
     text_features  float32 [b, D] text embeddings from disk, or None
     group_ids      int64 [b, 1], the pseudo label of each sample, truncated at the step's prefix
                    length; the mask of Eq. 3 keeps pairs whose group ids are equal

@@ -35,7 +35,7 @@ class BadSample:
     truncated, changed   its bytes are not those that were indexed
     damaged_copy         its bytes are not those that ``relocate`` copied
     unsuitable           the model does not take such an image; ``detail`` says why
-    no_row               stored rows are read instead of images, and it has none
+    no_row               stored rows are read instead of images or captions, and it has none
     excluded             ``data.exclude`` lists it
     """
 

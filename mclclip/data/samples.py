@@ -34,6 +34,7 @@ from mclclip.data.options import DataConfig, SentencesConfig
 from mclclip.data.picture_transform import as_transform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import EXCLUDED, SampleIndex
+from mclclip.data.text_rows import TextRows
 from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
@@ -41,6 +42,7 @@ View = Callable[[Any], Any]
 """Makes a view of a decoded image, or of a row that stands for one."""
 Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
+NO_ROW = "no_row"
 _MOST_VISIBLE = 4096  # characters, in a context of up to 128 tokens
 _LONGEST_TOKEN = 32  # characters, in CLIP's vocabulary
 _MOST = 100_000  # characters including spaces, of which tokenizers keep one between words
@@ -51,7 +53,7 @@ class Sample:
     """A decoded sample.
 
     views          each [C, H, W], or the result of a transform's `draw`
-    text           tokens int64 [context], or None
+    text           tokens int64 [context], or a row float32 [W] that stands for them, or None
     text_features  float32 [D], or None
     extras         tensors that `Extra`s have added, by name
     """
@@ -90,6 +92,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
                    images are read; with either, a sample without a caption is a `BadSample`
     image_rows     rows that are read instead of images
     text_features  rows that are read instead of captions
+    text_rows      rows of the user that stand for tokens; no tokenizer is needed then. A sample
+                   whose caption has none is a `BadSample`
     locations      where the bytes of samples lie; None: in the shards of the index
     extras         add more tensors to every sample
 
@@ -105,6 +109,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         tokenizer: Tokenizer | None = None,
         image_rows: StoredRows | None = None,
         text_features: StoredRows | None = None,
+        text_rows: TextRows | None = None,
         locations: Locations | None = None,
         extras: Sequence[Extra] = (),
     ) -> None:
@@ -112,7 +117,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self.transform = as_transform(transform if image_rows is None else None)
         self.tokenizer = tokenizer if text_features is None else None
         self.image_rows, self.text_features, self.extras = image_rows, text_features, tuple(extras)
-        self.reads_text = self.tokenizer is not None or any(e.reads_text for e in self.extras)
+        self.text_rows = text_rows if text_features is None else None
+        reads_text = self.tokenizer is not None or self.text_rows is not None
+        self.reads_text = reads_text or any(e.reads_text for e in self.extras)
         self.reads_captions = self.reads_text or text_features is not None
         self.members = [] if image_rows is not None else [PICTURE]
         self.members += [CAPTION] if self.reads_text else []
@@ -149,7 +156,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if sample_id in self._excluded:
             return EXCLUDED
         without = self.image_rows is not None and sample_id in self.image_rows.without
-        return "no_row" if without else None
+        return NO_ROW if without else None
 
     def decode(
         self,
@@ -191,11 +198,19 @@ class TarDataset(Dataset["Sample | BadSample"]):
             log.debug("%s", detail)
             return BadSample(raw.sample_id, "unsuitable", detail)
         text = text_features = None
-        if self.tokenizer is not None:
+        if self.text_rows is not None:
+            name = self.index.keys([raw.sample_id])[0] if self.text_rows.by_key else ""
+            caption = captions[caption_number]
+            if (place := self.text_rows.find_caption(name, caption_number, caption)) is None:
+                return BadSample(raw.sample_id, NO_ROW)
+            text = self.text_rows.read([place])[0]
+        elif self.tokenizer is not None:
             text = tokenize(self.tokenizer, [captions[caption_number]])[0]
         if self.text_features is not None:
             row = self.text_features.get(raw.sample_id, caption_number)
             text_features = torch.from_numpy(row.astype(np.float32))
+            if not text_features.any():  # the encoder had nothing to read, as without a text row
+                return BadSample(raw.sample_id, NO_ROW)
         extras: dict[str, Tensor] = {}
         for extra in self.extras:
             extras |= extra(raw, captions, caption_number, key)

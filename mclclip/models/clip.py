@@ -48,6 +48,7 @@ from mclclip.models import (
     weights,
 )
 from mclclip.models.image_size import set_image_size
+from mclclip.models.row_projection import WIDTH
 from mclclip.models.weights import fetch_quietly, one_line, quiet
 from mclclip.util import files
 from mclclip.util.options import nearest
@@ -166,7 +167,9 @@ def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[st
     `state_dicts.complete_config`). Raises ValueError if the files beside the weights say that they
     were trained with another activation."""
     model_cfg = config["model_cfg"]
-    if file is None or "text_cfg" not in model_cfg or "vision_cfg" not in model_cfg:
+    if file is None or not {"text_cfg", "vision_cfg"} <= {*model_cfg}:
+        return config
+    if WIDTH in model_cfg["text_cfg"]:
         return config
     recorded = state_dicts.recorded_quick_gelu(file)
     if recorded is not None:

@@ -36,6 +36,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 # isort: split
 import timm
 
+from mclclip.models.row_projection import WIDTH
 from mclclip.util import files
 from mclclip.util.options import brief, first_problem, nearest
 
@@ -81,6 +82,14 @@ def check(
     model = _mapping(config["model_cfg"], f"model_cfg of {where}")
     vision = _mapping(model.get("vision_cfg"), f"vision_cfg of {where}")
     text = _mapping(model.get("text_cfg", {}), f"text_cfg of {where}")
+    if WIDTH in text:
+        if {*text} != {WIDTH} or type(text[WIDTH]) is not int or text[WIDTH] < 1:
+            raise ValueError(
+                f"text_cfg of {where} is {brief(dict(text))}: wanted the width of text rows alone, "
+                f"such as {{{WIDTH}: 768}}"
+            )
+        model = {name: value for name, value in model.items() if name != "text_cfg"}
+        config, text = {**config, "model_cfg": model}, {}
     name = vision.get("timm_model_name")
     # timm would also load `hf-hub:` and `local-dir:`.
     listed = isinstance(name, str) and timm.is_model(name) and not set(name) & set(":/\\")

@@ -4,6 +4,7 @@ be loaded, and what identifies it."""
 from pathlib import Path
 from typing import Any
 
+from mclclip.data.text_rows import width_of
 from mclclip.models import transformers_folder, weights
 from mclclip.models.loading import check_tokenizer, has_texts, model_config, refuse_without_weights
 from mclclip.models.options import ModelConfig
@@ -31,6 +32,8 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
             fields["name"] = files.digest_json(files.read_json(path))
     if model.pretrained is not None and Path(model.pretrained).is_file():
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
+    if model.text_rows:
+        fields["text_rows"] = width_of(model.text_rows)
     if model.image_weights is not None:
         fields["image_weights"] = files.digest_file(
             weights.checked_image_weights(model.image_weights)

@@ -42,6 +42,7 @@ def load_shapes(
     projector: Sequence[int] = (),
     long_context: bool = False,
     image_size: int | None = None,
+    text_rows: Sequence[str] = (),
 ) -> Model:
     """Calls `load_towers` on the "meta" device: weights are not read, fetched, drawn or allocated.
 
@@ -57,7 +58,7 @@ def load_shapes(
     with torch.device("meta"), _StayOnMeta():
         return load_towers(
             name, text=text, projector=projector, long_context=long_context,
-            image_size=image_size, load_weights=False,
+            image_size=image_size, text_rows=text_rows, load_weights=False,
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mclclip.data.text_rows import TextRows
 from mclclip.models import towers, weights
 from mclclip.models.transforms import Transform
 from mclclip.util import files
@@ -48,7 +49,8 @@ class Model(nn.Module):
     config       content of the export's JSON file
     layout       the layout of the image tower, or the reason why it has none
     transforms   of training and of validation: image -> [C, H, W]
-    tokenizer    of the text tower: list of N strings -> int64 [N, context]; None: no text tower
+    tokenizer    of the text tower: list of N strings -> int64 [N, context], or rows [N, W] where
+                 these stand for texts (``TextRows``); None: no text tower
     projector    widths of linear layers on top of an image tower alone; the objective gets their
                  output, while `encode_image`, evaluation and exports use the tower
 
@@ -234,7 +236,7 @@ class Model(nn.Module):
         return unit(features) if normalize else features
 
     def encode_text(self, tokens: Tensor, normalize: bool = False) -> Tensor:
-        """[B, context] int64 -> [B, D], with `normalize` of unit length.
+        """[B, context] int64, or text rows [B, W] -> [B, D], with `normalize` of unit length.
 
         Raises ValueError if there is no text tower.
         """
@@ -242,6 +244,14 @@ class Model(nn.Module):
             raise ValueError(NO_TEXT)
         features: Tensor = self.clip.encode_text(tokens)
         return unit(features) if normalize else features
+
+    def empty_texts(self, number: int) -> Tensor:
+        """Returns a tensor in the shape and the type that `encode_text` takes for ``number`` texts:
+        tokens int64 [number, context], or text rows [number, W]."""
+        if isinstance(self.tokenizer, TextRows):
+            return torch.zeros(number, self.tokenizer.width)
+        length = int(getattr(self.tokenizer, "context_length", 77))
+        return torch.zeros(number, length, dtype=torch.int64)
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
         """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks; for 0 the images."""

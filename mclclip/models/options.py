@@ -54,6 +54,11 @@ class ModelConfig:
     """Stretch the context of open_clip's own text towers from 77 to 248 tokens, the most: the
     positions after the first 20 become four times as many (Long-CLIP). A text of up to 20 tokens
     keeps its features if the tower is causal, as CLIP's is."""
+    text_rows: list[str] = field(default_factory=list, metadata=NO_RESULT)  # but for what they hold
+    """Files of text embeddings of another encoder, of which a trained projection takes the place of
+    the text tower: FILE.parquet with the columns ``embedding`` and ``text`` or ``key``, or FILE.npy
+    beside FILE.jsonl with a line ``{"text": ...}`` or ``{"key": ...}`` per row; patterns such as
+    ``rows/*.parquet`` too. Evaluations look their texts up in them."""
     projector: list[PositiveInt] = field(default_factory=list)
     """Widths of the projector's layers, on top of an image tower alone; trained, not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
@@ -67,11 +72,18 @@ class ModelConfig:
                 f"image_weights={self.image_weights} and pretrained={self.pretrained} both bring "
                 "the image tower's weights: leave one out"
             )
+        if self.text_rows and (not self.text or self.long_context):
+            option = "long_context=true" if self.long_context else "text=false"
+            raise ValueError(
+                f"text_rows stands in the place of the text tower, and {option} is about that "
+                "tower: leave one out"
+            )
 
     @property
     def of_towers(self) -> dict[str, Any]:
         """Arguments of ``load_towers`` that say which towers a model has, and in which shapes."""
-        return {"text": self.text, "long_context": self.long_context, "image_size": self.image_size}
+        names = ("text", "long_context", "image_size", "text_rows")
+        return {name: getattr(self, name) for name in names}
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -52,7 +52,8 @@ class TowerLayout:
         """
         most = len(self.blocks)
         if not 0 <= number <= most:
-            stem = "" if self.embedding else f" (the stem and {most - 1} residual blocks)"
+            has_stem = self.blocks and not self.embedding
+            stem = f" (the stem and {most - 1} residual blocks)" if has_stem else ""
             raise ValueError(
                 f"{option} is {number}, but the {tower} tower has {most} blocks{stem}: give 0 to "
                 f"{most}{others}"
@@ -100,7 +101,7 @@ class TowerLayout:
         For open_clip's ResNet, whose stem is no module of its own, these are the four layers.
         """
         names = [name for block in self.blocks for name in block]
-        if not self.embedding:
+        if self.blocks and not self.embedding:
             names = [f"layer{i}" for i in range(1, 5)]
         modules = [tower.get_submodule(name) for name in names]
         return [module for module in modules if any(True for _ in module.parameters())]
@@ -351,6 +352,8 @@ def text_layout(tower: nn.Module) -> TowerLayout:
     `tower` is a `CLIP` itself, or the `text` of a `CustomTextCLIP`. Raises ValueError if no blocks
     are found.
     """
+    if isinstance(layout := getattr(tower, "layout", None), TowerLayout):
+        return layout  # a ``RowProjection``'s
     transformer = getattr(tower, "transformer", None)
     if getattr(transformer, "resblocks", None) is not None:
         return TowerLayout(

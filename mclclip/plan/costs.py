@@ -15,7 +15,7 @@ import numpy as np
 
 from mclclip.config import Config, TrainConfig
 from mclclip.plan.machine import GIB, SHARE, SHARES, Machine, Speed
-from mclclip.plan.memory import operations_of
+from mclclip.plan.memory import measure_teacher, operations_of
 from mclclip.plan.steps import Range
 from mclclip.util.files import nearest_existing
 
@@ -45,7 +45,7 @@ def hours(
     """
     share_is_given = speed.share is not None
     speed = speed.fill_defaults(config.device == "cpu")
-    passes: list[dict[str, Any]] = []
+    passes = [*_teachers(config, counted["samples"], speed)]
     for of in counted["trainings"]:
         if of["stage"] > 0 and of["variant"] == "mcl":
             passes += _embeddings(config, of["stage"] - 1, counted["samples"], measured, speed)
@@ -116,7 +116,7 @@ def _embeddings(
     encoder: dict[str, Any] = measured[option]["operations"]
     if stage == 0 and config.model_of(option) is not config.model:  # stage 0 is another model
         encoder = operations_of(config.model)
-    image, texts, precision = encoder["image"], samples["captions"], config.embed.precision
+    image, texts = encoder["image"], samples["captions"]
     work = {"images": image}
     if config.image_rows.enabled:
         trunk = measured["train"]["operations"]["trunk"]
@@ -126,13 +126,35 @@ def _embeddings(
         texts = texts and texts * _num_texts(config)
     for name, each in work.items():
         number = texts if name == "captions" else samples["number"]
-        is_given, rate = name != "captions" and speed.images_per_s is not None, None
-        if is_given and speed.images_per_s is not None:  # the rate is that of the whole encoder
+        rate = None
+        if name != "captions" and speed.images_per_s is not None:  # that of the whole encoder
             rate = speed.images_per_s * image / max(each, 1)
-        elif speed.peak_tflops is not None:
-            rate = 1 / speed.seconds(max(each, 1), precision)
-        what = f"stage {stage}, embed {name}", stage, "mcl", number and (number, number), each
-        yield dict(zip(_PASS, (*what, precision, rate, is_given), strict=True))
+        yield _embedding(f"stage {stage}, embed {name}", stage, number, each, rate, config, speed)
+
+
+def _teachers(config: Config, samples: dict[str, Any], speed: Speed) -> Iterator[dict[str, Any]]:
+    """Yields the embedding passes of the encoders that trainings learn from."""
+    for teacher, reads_texts in config.teachers.items():
+        each, title = measure_teacher(teacher), f"teacher {teacher}, embed"
+        yield _embedding(
+            f"{title} images", 0, samples["number"], each["image"], None, config, speed
+        )
+        if reads_texts:
+            texts = samples["captions"], each["text"] or 0
+            yield _embedding(f"{title} captions", 0, *texts, None, config, speed)
+
+
+def _embedding(
+    title: str, stage: int, number: int | None, operations: int, rate: float | None,
+    config: Config, speed: Speed,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns an embedding pass over ``number`` images or captions, at a ``rate`` that the user
+    gave (None: an estimate)."""
+    is_given, precision = rate is not None, config.embed.precision
+    if rate is None and speed.peak_tflops is not None:
+        rate = 1 / speed.seconds(max(operations, 1), precision)
+    what = title, stage, "mcl", number and (number, number), operations
+    return dict(zip(_PASS, (*what, precision, rate, is_given), strict=True))
 
 
 def _num_texts(config: Config) -> int:
@@ -164,7 +186,9 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
     variants = 1 + len(config.controls) if config.has_stages else 0  # one encoder joins nothing
     sizes_of: dict[str, int | None] = {
         "checkpoints": sum(training["kept"] for training in trainings) + spare,
-        "exports": last["export"] * (1 + config.num_stages * variants) + joined * variants,
+        "exports": last["export"] * (1 + config.num_stages * variants)
+        + joined * variants
+        + sum(measure_teacher(teacher)["size"] for teacher in config.teachers),
         **_of_samples(config, samples, last),
     }
     row = last["operations"].get("row_values", 0) * np.dtype(config.image_rows.dtype).itemsize
@@ -212,6 +236,9 @@ def _of_samples(
         dim = measured["width"] or dim
     captions = (samples["captions"] or 0) * _num_texts(config)
     values = number * stages * dim + captions * measured["embed_dim"]
+    for teacher, reads_texts in config.teachers.items():
+        texts = reads_texts * (samples["captions"] or 0)
+        values += (number + texts) * measure_teacher(teacher)["width"]
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize
     return {"embeddings": item * values, "clusters": labels + sum(config.clusters) * dim * 4}

@@ -23,12 +23,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models.encoder_names import split_name
-from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -83,20 +83,13 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
         objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
-        features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        operations["sizes"] = {None: operations["sample"]}
-        batches, needed = [batch], [activations]
-        for size in dict.fromkeys(part.size for part in options.image_size):
-            shape = *batch.views[0].shape[:2], size, size
-            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
-            batches.append(replace(batch, views=views))
-            _, of_size, operations["sizes"][size] = _measure_step(
-                trainee, batches[-1], local, micro
-            )
-            needed.append(of_size)
+        batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
+        steps = {n: _measure_step(trainee, each, local, micro) for n, each in batches.items()}
+        features, _, operations["sample"] = steps[None]
+        operations["sizes"] = {size: each[2] for size, each in steps.items()}
         if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
-            del batches[0], needed[0]
+            del batches[None], steps[None]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -106,9 +99,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": max(needed),
+        "activations": max(activations for _, activations, _ in steps.values()),
         "loss": share.added,
-        "batch": max(size_bytes(each.tensors()) for each in batches),
+        "batch": max(size_bytes(each.tensors()) for each in batches.values()),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -170,11 +163,11 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
     made: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
-        shapes = _load(config.model) if name is None else load_shapes(split_name(name)[0])
+        load = partial(_load, config.model if name is None else _options_of(name))
+        shapes = load()
         values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
-        faking = partial(copy.deepcopy(shapes).to_empty, device="cpu")
-        made[name, False] = Teacher(*values, cache(partial(copy.deepcopy, shapes)))
-        made[name, True] = Teacher(*values, cache(faking))
+        made[name, False] = Teacher(*values, cache(load))
+        made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: made[name, fake]
 
 
@@ -215,7 +208,8 @@ def _batch(
     ``cached_text``: it has stored text features in the place of tokens. ``teacher``: tells the
     widths of other encoders' stored embeddings (None: the batch has none).
     """
-    dtype, dim, context = next(model.parameters()).dtype, model.embed_dim, _context_length(model)
+    dtype, dim = next(model.parameters()).dtype, model.embed_dim
+    context = model.empty_texts(1).shape[1]
     reads, columns = options.objective.reads, options.objective.reads.num_classes_per_sample
 
     def values(*shape: int) -> Tensor:
@@ -241,10 +235,18 @@ def _batch(
         sample_id=ids(),
         step=0,
         group_size=options.global_batch,
-        text=ids(context) if reads.captions and not cached_text else None,
+        text=model.empty_texts(local) if reads.captions and not cached_text else None,
         text_features=values(dim) if cached_text else None,
         extras=extras,
     )
+
+
+def _at_size(batch: Batch, size: int | None) -> Batch:
+    """Returns a batch with pictures of another height and width; None: the same."""
+    if size is None:
+        return batch
+    views = [view.new_zeros(*view.shape[:2], size, size) for view in batch.views]
+    return replace(batch, views=views)
 
 
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
@@ -334,7 +336,11 @@ def _measure_loss(
 
 
 def count_operations(
-    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+    trainee: ModelWithObjective,
+    options: TrainConfig,
+    device: torch.device,
+    cached_text: bool,
+    image_size: int | None = None,
 ) -> int:
     """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
 
@@ -342,11 +348,11 @@ def count_operations(
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
-    its weights, its buffers and the random generators do not change. ``cached_text``: stored text
-    features stand for captions.
+    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
+    stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
-    batch = _batch(model, options, _ROWS, cached_text)
+    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)
     if first := model.first_block:  # stored rows stand for images
         images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
         with torch.no_grad():
@@ -356,11 +362,7 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-        StepMeter() as meter,
-    ):
+    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
         features = trainee(trainee.on_device(batch, device), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(sums)
@@ -381,6 +383,20 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
         return _operations(model)
 
 
+@cache
+def measure_teacher(name: str) -> dict[str, Any]:
+    """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
+    of its features, and the bytes of its weights (``size``)."""
+    model = _load(_options_of(name))
+    facts = {"width": model.embed_dim, "size": size_bytes(model.parameters())}
+    with faked(model) as fake:
+        return _operations(fake) | facts
+
+
+def _options_of(teacher: str) -> ModelConfig:
+    return ModelConfig(str(split_name(teacher)[0]))
+
+
 def _load(options: ModelConfig) -> Model:
     return load_shapes(options.name, projector=options.projector, **options.of_towers)
 
@@ -392,13 +408,9 @@ def _operations(model: Model) -> dict[str, Any]:
         model.encode_image(images)
     with torch.no_grad(), StepMeter() as of_texts:
         if model.reads_texts:
-            model.encode_text(torch.zeros(_ROWS, _context_length(model), dtype=torch.int64))
+            model.encode_text(model.empty_texts(_ROWS))
     of_text = of_texts.operations // _ROWS if model.reads_texts else None
     return {"image": of_images.operations // _ROWS, "text": of_text}
-
-
-def _context_length(model: Model) -> int:
-    return int(getattr(model.tokenizer, "context_length", 77))
 
 
 def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:

@@ -9,13 +9,12 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
-      index/                    samples.arrow  shards.json  bad_samples.json  manifest.json  ...
+      index/  text_rows/        samples.arrow  shards.json  bad_samples.json  manifest.json  ...
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
-                train/          grouped_index/  checkpoints/step_00000400/  evaluations/
-                                metrics.jsonl  epochs.jsonl  profile/
+                train/          grouped_index/  checkpoints/step_00000400/  metrics.jsonl  ...
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
                 relocated/      00000.tar ...  locations.npy
@@ -25,7 +24,7 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
       blindspots/stage_0-stage_2/  pairs.jsonl  weights.npy  gallery.png  benchmark/  ...
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
-      controls/ungrouped/       stage_1/ ... exports/    the same layout; random_groups/ likewise
+      controls/ungrouped/       stage_1/ ... exports/    the same layout
       results.jsonl             outcomes/  report.html  verdict.md
 """
 
@@ -62,6 +61,7 @@ class Kind(NamedTuple):
 _ENCODER = r"(stage_\d+|teachers/[^/]+)"
 KINDS = {
     "index": Kind("index", "index"),
+    "text_rows": Kind("texts", "(eval_)?text_rows"),
     "embeddings": Kind("embed", f"{_ENCODER}/embeddings"),
     "text_embeddings": Kind("embed --text", f"{_ENCODER}/(text_embeddings|edited_texts/[^/]+)"),
     "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
@@ -403,8 +403,7 @@ class Artifact:
 def find_run_dir(artifact: Path) -> Path | None:
     """Returns the run directory above an artifact: ``runs/a`` for ``runs/a/stage_1/embeddings``.
 
-    Returns None if the artifact lies in no run. A run is known by its finished index or stage 0,
-    since verbs that are called one by one write no config.yaml.
+    None if it lies in no run. A finished index or stage 0 makes a run; not all have a config.yaml.
     """
     for folder in artifact.resolve().parents[:4]:  # RUN/controls/NAME/stage_1/export has four
         if is_finished(RunPaths(folder).index) or is_finished(RunPaths(folder).export(0)):
@@ -427,7 +426,7 @@ class RunPaths:
                      index, stage 0 and pseudo labels with its run
     index            the sample index
     root             folder of this variant's stages: the run directory, or the control's folder
-    results          results.jsonl, one row per figure
+    text_rows        copies of ``model.text_rows``; eval_text_rows of ``eval.text_rows``
     text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
     image_rows       outputs of stage 0's frozen image blocks, a row per sample
     """
@@ -436,6 +435,7 @@ class RunPaths:
         self.run_dir, self.variant = run_dir, variant
         self.index = run_dir / "index"
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
+        self.text_rows, self.eval_text_rows = run_dir / "text_rows", run_dir / "eval_text_rows"
         self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.image_rows = run_dir / "stage_0" / "image_rows"

@@ -109,6 +109,8 @@ class ModelWithObjective(nn.Module):
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
         if self.precision == "float64":
+            if batch.text is not None and batch.text.is_floating_point():
+                batch.text = batch.text.double()
             if batch.text_features is not None:
                 batch.text_features = batch.text_features.double()
             doubled = {n: t.double() for n, t in batch.extras.items() if t.is_floating_point()}

@@ -220,6 +220,8 @@ def _lengths(config: Config, texts: Sequence[str]) -> Finding:
     """Warns if many captions are longer than the context of the model."""
     words = np.array([len(text.split()) for text in texts])
     text = f"{np.median(words):.0f} words in the median, at most {words.max():,}"
+    if config.model.text_rows:
+        return finding("caption length", text)
     try:
         tokenizer = model_tokenizer(config.model.name)
         context = int(tokenizer.context_length)

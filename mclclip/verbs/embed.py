@@ -9,7 +9,7 @@ embedded like a stage.
 
 With ``image_rows.enabled`` stage 0 first writes the outputs of its frozen blocks for every image,
 in the same way. All trainings and later embedding passes have the same frozen blocks, so they start
-from these rows instead of images (`loading.start_from_rows`).
+from these rows instead of images (`preparing.start_from_rows`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ import torch
 from torch import Tensor
 
 from mclclip.config import Config, rules
-from mclclip.data.bytes import read_excluded
+from mclclip.data.bytes import RawSample, read_excluded
 from mclclip.data.extras import directory_of, draw_edits
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenize
+from mclclip.data.text_rows import KIND, TextRows, report_missing
 from mclclip.export import ExportStep
 from mclclip.models import memory, weights
 from mclclip.models.encoder import Encoder, counts_of, load_model
 from mclclip.models.encoder_names import RANDOM, identify_encoder, split_name
-from mclclip.models.loading import load_towers, refuse_without_weights, start_from_rows
+from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
+from mclclip.models.preparing import start_from_rows
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
@@ -339,13 +341,19 @@ class TextEmbeddings(Step[Pass]):
     """All that edits depend on (``HardCaptions.drawn_by``); None for the captions themselves."""
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """Returns the digests of the index and of the encoder."""
-        return how.inputs()
+        """Returns the digests of the index, the encoder, and the rows that stand for texts."""
+        inputs = how.inputs()
+        if how.config.model.text_rows:
+            inputs[KIND] = read_manifest(how.layout.text_rows, KIND).digest
+        return inputs
 
     def make(self, out: Artifact, how: Pass) -> Made:
         """Writes the missing files."""
         model = how.load().to(how.context.device)
         source = how.source(model)
+        if isinstance(model.tokenizer, TextRows):
+            rows = model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
+            collectives.on_main(lambda: report_missing(rows, how.index, how.config.data))
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
         per_caption = 1 if how.edits is None else how.edits.per_caption
         captions = how.index.num_captions
@@ -364,27 +372,36 @@ def _caption_batches(
     shards: Sequence[Shard],
 ) -> Passes:
     """Yields for each shard batches of unit features [n, D] of its captions, sample after sample;
-    with ``edits`` those of the h edits of each caption, [n, h D]."""
+    with ``edits`` those of the h edits of each caption, [n, h D]. A caption without a row of
+    ``model.text_rows`` has zeros."""
+    rows = model.tokenizer if isinstance(model.tokenizer, TextRows) else None
+
+    def caption_of(raw: RawSample, captions: Sequence[str], n: int) -> list[Any]:
+        """Returns the texts that are encoded for a caption, or the places of their rows."""
+        if edits is not None:
+            return draw_edits(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
+        if rows is None:
+            return [captions[n]]
+        place = rows.find_caption(source.index.keys([raw.sample_id])[0], n, captions[n])
+        return [] if place is None else [place]
+
     num = 1 if edits is None else edits.per_caption
     size = max(config.embed.batch_size // num, 1)
     for shard in shards:
+        read = source.bytes.texts_of(range(shard.start, shard.stop))
         texts = [
-            [caption]
-            if edits is None
-            else draw_edits(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
-            for raw, captions in source.bytes.texts_of(range(shard.start, shard.stop))
-            for n, caption in enumerate(captions)
+            caption_of(raw, captions, n) for raw, captions in read for n in range(len(captions))
         ]
 
-        def encode_some(start: int, texts: list[list[str]] = texts) -> RowBatch:
+        def encode_some(start: int, texts: list[list[Any]] = texts) -> RowBatch:
             some = texts[start : start + size]
-            rows = np.zeros((len(some), num, model.embed_dim), np.float32)
+            features = np.zeros((len(some), num, model.embed_dim), np.float32)
             if flat := [text for of_one in some for text in of_one]:
-                tokens = tokenize(model.tokenizer, flat)
+                tokens = tokenize(model.tokenizer, flat) if rows is None else rows.read(flat)
                 encode = partial(model.encode_text, tokens.to(context.device))
                 present = np.arange(num) < np.array([[len(of_one)] for of_one in some])
-                rows[present] = unit(forward(config, context, encode)).cpu().numpy()
-                _refuse_not_finite(rows)
-            return rows.reshape(len(some), -1), {}
+                features[present] = unit(forward(config, context, encode)).cpu().numpy()
+                _refuse_not_finite(features)
+            return features.reshape(len(some), -1), {}
 
         yield map(encode_some, range(0, len(texts), size))

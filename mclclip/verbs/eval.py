@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from mclclip.config import Config, load
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.data.options import PlanConfig
+from mclclip.data.text_rows import folders_beside
 from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
@@ -339,10 +340,12 @@ def identity_of(model: str | Path, pretrained: str | None = None) -> str:
     if not directory.is_dir():
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
+    rows = [parse_manifest(folder / MANIFEST).digest for folder in folders_beside(directory)]
     members = [p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors")]
     # A manifest holds the time of writing, so it does not count.
     members = sorted(path for path in members if path.stem != "manifest")
-    return digest_json([(path.relative_to(directory), digest_file(path)) for path in members])
+    files_of_model = [(path.relative_to(directory), digest_file(path)) for path in members]
+    return digest_json([*files_of_model, *rows])
 
 
 def evaluate(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.text_rows import KIND
 from mclclip.models import weights
 from mclclip.models.options import ModelConfig
 from mclclip.plan.memory import count_operations
@@ -33,7 +34,7 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
-from mclclip.train.build import StageTraining, TrainingInputs
+from mclclip.train.inputs import StageTraining, TrainingInputs, read_inputs
 from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
@@ -121,6 +122,8 @@ class Training(Step[StageTraining]):
         for teacher in reads.teachers:
             export = layout.encoder(teacher) / "export"
             digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
+        if training.reads_text_rows:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
@@ -145,7 +148,7 @@ class Training(Step[StageTraining]):
 
     def make(self, out: Artifact, training: StageTraining) -> Made:
         """Trains from the last checkpoint on, or from the start."""
-        inputs = build.read_inputs(training)
+        inputs = read_inputs(training)
         model = build.build_model(training, inputs.image_rows)
         objective = build.build_objective(training, model, inputs.classes)
         module = ModelWithObjective(model, objective, self.train.precision)
@@ -156,7 +159,7 @@ class Training(Step[StageTraining]):
         stored = training.stage > 0 and self.train.reads_text_embeddings
         trainer = build.build_trainer(
             training, inputs, module, groups, out.identity, self.steps,
-            count_operations(module, self.train, training.context.device, stored),
+            partial(count_operations, module, self.train, training.context.device, stored),
         )  # fmt: skip
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}

@@ -20,6 +20,8 @@ ELSEWHERE = {
     "trained_model": "goes with other objectives alone: test_class_centers",
     "base": "makes stage 0 a training: test_train",
     "model.image_weights": "its file's digest counts: test_backbones",
+    "model.text_rows": "its files' digest counts: test_texts",
+    "eval.text_rows": "goes with model.text_rows, and changes no training: test_texts",
     "train.plan.weights": "its file's digest counts: test_weights",
     "image_rows.enabled": "makes further artifacts: test_image_rows",
 }
@@ -105,7 +107,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.lr": ("train.lr=0.5", {TRAIN}),
     "train.schedule": ("train.schedule=constant", {TRAIN}),
     "train.warmup": ("train.warmup=0.5", {TRAIN}),
-    "train.parameters": ('train.parameters=[{match: "*", lr_scale: 0.5}]', {TRAIN}),
+    "train.parameters": ('train.parameters=[{{"match":"*","lr_scale":0.5}}]', {TRAIN}),
     "train.weight_decay": ("train.weight_decay=0.5", {TRAIN}),
     "train.start_decay": ("train.start_decay=0.5", {TRAIN}),
     "train.betas": ("train.betas=[0.9,0.9]", {TRAIN}),

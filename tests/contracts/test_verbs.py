@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -38,6 +40,7 @@ from mclclip.verbs import (
     pack,
     relocate,
     soup,
+    texts,
     train,
 )
 from mclclip.verbs import filter as filtering
@@ -99,11 +102,21 @@ def call_make_pairs(folder: Path, change: Any = (), force: Remake = Remake.NOTHI
     return make_pairs.run(shards, folder / "run" / "pairs", **options, force=force)
 
 
+def call_texts(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
+    path = folder / "data" / f"rows{len(dict(change))}.parquet"
+    if not path.exists():
+        rows = [[1.0, 2.0], [3.0, float(len(dict(change)))]]
+        pq.write_table(pa.table({"text": ["a dog", "a cat"], "embedding": rows}), path)
+    words = [f"model.text_rows=[{path.resolve()}]", "data.max_bad_fraction=1", "eval.suite={}"]
+    return of_run(texts.run, *words)(folder, (), force)
+
+
 INDEX = ("index/manifest.json", "run 'mclclip index' first")
 TEACHER = "tiny_clip@random"
 EMBEDDED = ("stage_0/embeddings/manifest.json", "run 'mclclip embed")
 VERBS = {  # in the order in which a run needs them
     "index": Verb(of_run(index.run), "index", "", "", "", ""),
+    "texts": Verb(call_texts, "text_rows", {"other": True}, "1 changed .files", "", ""),
     "embed": Verb(
         of_run(embed.run, stage=0), "stage_0/embeddings", "embed.dtype=float16",
         "dtype was 'float32', now 'float16'", *INDEX,

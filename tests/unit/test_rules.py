@@ -29,6 +29,7 @@ WHOLE = (
 RESNET = f"model.name={json.dumps(tiny.RESNET)}"
 ALONE = "model.name={vision_cfg: {backbone: 'mclclip:small_conv', image_size: 16}}"
 WIDER = f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}"
+ROWS = "model.text_rows=[rows.parquet] | train.cached_text=false"
 LONG = "model.long_context=true"
 ZERO = "train.engine.name=deepspeed"
 PROBE = "eval.suite.x={kind: linear_probe, path: y, options: {feature: pooled}}"
@@ -131,6 +132,9 @@ CASES = [
     case("trained_model.text", f"{MLCD} | train.objective.centers=normal | export.soup=false | "
          "export.concat=[] | trained_model={name: ViT-B-32, long_context: true, text: false}",
          then="trained_model.text=true"),
+    case("eval.text_rows", "eval.text_rows=[a.npy]", then="model.text_rows=[b.npy]"),
+    case("train.sentences", f"{ROWS} | train.sentences={{number: 1}}",
+         then="train.sentences=null"),
     case("cluster.num_clusters", "cluster.num_clusters=[3, 3]", then="num_stages=2"),
     case("controls", f"{MLCD} | controls=[ungrouped]", then="controls=[]"),
     case("eval.encoders", "eval.encoders=[stage_9]", then="eval.encoders=[stage_1]"),

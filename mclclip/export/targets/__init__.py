@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
+from mclclip.data.text_rows import TextRows
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
@@ -50,11 +51,11 @@ class Source:
         """True if the directory holds several joined stages."""
         return (self.directory / weights.CONCAT).is_file()
 
-    def single(self, library: str, *, text: bool = True) -> Model:
+    def single(self, library: str, *, text: bool = True, rows: bool = False) -> Model:
         """Returns the encoder's only model.
 
         Raises ValueError, which names the `library`, for a concat, and, with `text`, for a model
-        without a text tower.
+        without a text tower, and, without `rows`, for one that reads text rows.
         """
         if self.is_concat:
             raise ValueError(
@@ -64,6 +65,11 @@ class Source:
         model: Model = self.encoder.stages[0]
         if text and not model.reads_texts:
             raise ValueError(f"{self.directory} has no text tower, which {library} has")
+        if text and not rows and isinstance(model.tokenizer, TextRows):
+            raise ValueError(
+                f"{self.directory} reads rows of another encoder in the place of texts, which "
+                f"{library} cannot hold: convert it --to onnx"
+            )
         return model
 
     @property

@@ -26,11 +26,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from mclclip.data.text_rows import TextRows
 from mclclip.export import certificate
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import ExportTarget, Source, hf
 from mclclip.models import config_check, transformers_layout, weights
-from mclclip.models.model import unit
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model, unit
 from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
 
@@ -42,7 +44,10 @@ def write(source: Source, out: Path) -> None:
         config, tensors = hf.joined_layout(source.encoder)
         hf.write_model(source, out, *hf.joined_tower_layout(config, tensors))
         return
-    config, tensors = transformers_layout.clip(source.single("transformers' CLIPModel"))
+    model = source.single("transformers' CLIPModel", rows=True)
+    if isinstance(model.tokenizer, TextRows):
+        model = _with_a_text_tower(model)
+    config, tensors = transformers_layout.clip(model)
     tower = config["vision_config"] | {
         "architectures": ["CLIPVisionModel"],
         "model_type": "clip_vision_model",
@@ -50,6 +55,16 @@ def write(source: Source, out: Path) -> None:
     }
     vision = {name: t for name, t in tensors.items() if name.startswith("vision_model.")}
     hf.write_model(source, out, tower, vision)
+
+
+def _with_a_text_tower(model: Model) -> Model:
+    """Returns the image tower of a model beside a text tower with random weights, which the layout
+    of a `CLIPModel` has and LLaVA does not read."""
+    text_cfg = {"context_length": 1, "vocab_size": 2, "width": 8, "heads": 1, "layers": 1}
+    model_cfg = {**model.config["model_cfg"], "text_cfg": text_cfg}
+    whole = load_towers({**model.config, "model_cfg": model_cfg})
+    whole.visual.load_state_dict(model.visual.state_dict())
+    return whole
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:

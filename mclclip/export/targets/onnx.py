@@ -2,6 +2,7 @@
 
     image.onnx    pixels float32 [batch, C, H, W]   -> features float32 [batch, E], unit length
     text.onnx     tokens int64 [batch, context]     -> features float32 [batch, E], unit length
+                  (rows float32 [batch, W] where ``model.text_rows`` stands for texts)
     *.onnx.data   weights of a graph beside it, if they have more than 2 GB
     encoder.json  preprocessing of pictures, logit scale, context length, number format
     vocab.json, merges.txt, tokenizer_config.json   CLIP's tokenizer, or that of the model
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mclclip.data.text_rows import TextRows
 from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import ExportTarget, Precision, Source
@@ -101,10 +103,12 @@ def write(source: Source, out: Path) -> None:
     shape = ["batch", first.num_channels, height, width]
     described: dict[str, Any] = {"image": {"file": IMAGE, "input": "pixels", "shape": shape}}
     if first.reads_texts:
-        tokens = first.tokenizer(["a dog", "a"])
+        tokens, takes_rows = first.empty_texts(2), isinstance(first.tokenizer, TextRows)
         _export(TextGraph(source.encoder), "tokens", tokens, out / TEXT, source.precision)
-        processors.write_tokenizer(source.directory, first.tokenizer, out)
-        shape = ["batch", int(first.tokenizer(["a"]).shape[1])]
+        if not takes_rows:
+            tokens = first.tokenizer(["a dog", "a"])
+            processors.write_tokenizer(source.directory, first.tokenizer, out)
+        shape = ["batch", int(tokens.shape[1])]
         bias = getattr(first.clip, "logit_bias", None)
         described["text"] = {"file": TEXT, "input": "tokens", "shape": shape}
         described["logit_scale"] = source.encoder.logit_scale

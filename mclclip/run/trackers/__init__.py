@@ -13,6 +13,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -29,7 +30,7 @@ from mclclip.util.files import parse_json, printable, write_bytes
 from mclclip.util.options import nearest
 
 log = logging.getLogger("mclclip")
-CLOSE_S = 20.0  # a tracker gets this time to flush: a pre-empted process has little
+CLOSE_S = 20.0  # trackers get this time to flush: a pre-empted process has little
 FOLDER, ENTRY_POINTS = "run/trackers", "mclclip.trackers"
 
 
@@ -161,12 +162,14 @@ class Trackers:
             self._call(name, partial(tracker.attach, path))
 
     def close(self) -> None:
-        """Closes all of them. Waits `CLOSE_S` seconds at most for each."""
+        """Closes all of them. Waits `CLOSE_S` seconds at most."""
         for name, tracker in self.by_name.items():
             self._call(name, tracker.close)
             self._calls[name].put(None)
-            self._threads[name].join(CLOSE_S)
-            if self._threads[name].is_alive():
+        end = time.monotonic() + CLOSE_S
+        for name, thread in self._threads.items():
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
                 log.warning("%s was not closed after %g s: not waiting longer", name, CLOSE_S)
 
     def _call(self, name: str, work: Callable[[], object]) -> None:

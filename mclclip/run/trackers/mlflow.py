@@ -58,9 +58,9 @@ def open_tracker(directory: Path, *, name: str, config: Mapping[str, Any]) -> ML
 
 def _begin(client: Any, name: str, config: Mapping[str, Any]) -> str:
     title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mclclip")
-    found = client.get_experiment_by_name(title)
-    experiment = found.experiment_id if found else client.create_experiment(title)
-    run_id: str = client.create_run(experiment, run_name=name).info.run_id
+    experiment = client.get_experiment_by_name(title)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(title)
+    run_id: str = client.create_run(experiment_id, run_name=name).info.run_id
     params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in _flatten(config)]
     for start in range(0, len(params), _MOST_PARAMS):
         client.log_batch(run_id, params=params[start : start + _MOST_PARAMS])
