@@ -79,9 +79,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
-        inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
-        objective = options.objective.build(inner)
+        objective = options.objective.build(_on_fakes(inputs, model))
         trainee = ModelWithObjective(model, objective, options.precision)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
         batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
@@ -169,6 +167,12 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
         made[name, False] = Teacher(*values, cache(load))
         made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: made[name, fake]
+
+
+def _on_fakes(inputs: ObjectiveInputs, model: Model) -> ObjectiveInputs:
+    """Returns the inputs of the whole objective, of one rank, within ``faked``."""
+    teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
+    return replace(inputs, model=model, context=SINGLE, teacher=teacher)
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:

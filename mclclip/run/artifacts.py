@@ -14,11 +14,9 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
-                train/          grouped_index/  checkpoints/step_00000400/  metrics.jsonl  ...
+                train/          grouped_index/  checkpoints/  evaluations/  metrics.jsonl  ...
                 export/         open_clip_config.json  open_clip_model.safetensors
-      stage_1/  pseudo_labels/  pseudo_labels.npy
-                relocated/      00000.tar ...  locations.npy
-                train/  export/  embeddings/  clusters/
+      stage_1/  pseudo_labels/  relocated/  train/  export/  embeddings/  clusters/
       ...
       teachers/ViT-L-14@openai/  export/  embeddings/  text_embeddings/
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
