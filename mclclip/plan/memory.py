@@ -336,13 +336,14 @@ def _measure_loss(
 
 def count_operations(
     trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
-) -> int:
+) -> dict[int | None, int]:
     """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
 
-    It counts the forward and backward passes of all views and texts, by torch's formulas
+    Returns them for the model's own image size (None) and for each of ``train.image_size``. It
+    counts the forward and backward passes of all views and texts, by torch's formulas
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
-    `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
-    once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
+    `engine.micro_batch` compute again. What a step computes once, such as the product of an
+    adapter's factors, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
     its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
     stored text features stand for captions.
     """
@@ -357,16 +358,21 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
-        features = trainee(trainee.on_device(batch, device), lambda features: features)
-        sums = [value.sum() for value in features.values() if value.requires_grad]
-        torch.autograd.backward(sums)
+    operations: dict[int | None, int] = {}
+    for size in dict.fromkeys([None, *(part.size for part in options.image_size)]):
+        views = [v if size is None else v.new_zeros(*v.shape[:2], size, size) for v in batch.views]
+        with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
+            sized = trainee.on_device(replace(batch, views=views), device)
+            features = trainee(sized, lambda features: features)
+            sums = [value.sum() for value in features.values() if value.requires_grad]
+            torch.autograd.backward(sums)
+        operations[size] = meter.operations // _ROWS
     if checkpointing:
         model.set_grad_checkpointing(True)
     trainee.zero_grad(set_to_none=True)
     for name, buffer in trainee.named_buffers():
         buffer.copy_(buffers[name])
-    return meter.operations // _ROWS
+    return operations
 
 
 # --- encoders and sizes --------------------------------------------------------------------------

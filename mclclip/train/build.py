@@ -4,7 +4,7 @@ its options; ``verbs.train`` calls it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, reduce
 from pathlib import Path
@@ -56,7 +56,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory, choose_peak_tflops
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
-from mclclip.run.recorder import Recorder, StepProfiler, Work
+from mclclip.run.recorder import Recorder, StepProfiler
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.near_copies import report_near
@@ -358,13 +358,13 @@ def build_trainer(
     groups: StageGroups,
     identity: str,
     steps: int | None,
-    operations: int,
+    operations: Mapping[int | None, int],
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
     identity     digest of the inputs and options, for ``build_checkpoints``
     steps        number of steps of the whole training; None: as the options say
-    operations   floating-point operations of a sample in a step
+    operations   floating-point operations of a sample in a step, by the size of its pictures
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
@@ -389,19 +389,19 @@ def build_trainer(
         training.stage, training.title, count_of(total, "step"), start, plan.steps_per_epoch,
         options.global_batch, count_of(context.world_size, "rank"),
     )  # fmt: skip
+    sizes = options.image_sizes(total, plan.steps_per_epoch)
     recorder = Recorder(
         training.directory, context, name=f"stage {training.stage}",
         global_batch=options.global_batch, start=start, total=total,
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
+        leaves_out=engine.leaves_out, operations=partial(_operations_at, sizes, operations),
+        peak_tflops=choose_peak_tflops(context.device),
     )  # fmt: skip
-    sizes = options.image_sizes(total, plan.steps_per_epoch)
     if options.image_size:
-        parts = [
-            f"{size or module.model.image_size} pixels from step {at + 1}" for at, size in sizes
-        ]
+        own = module.model.image_size
+        parts = [f"{size or own} pixels from step {at + 1}" for at, size in sizes]
         log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
     compiles = options.engine.compile != "off"
     return Trainer(
@@ -419,6 +419,13 @@ def build_trainer(
         profiler=_build_profiler(training, total),
         compile_steps={start, *(at for at, _ in sizes)} if compiles else set(),
     )  # fmt: skip
+
+
+def _operations_at(
+    sizes: Sequence[tuple[int, int | None]], operations: Mapping[int | None, int], step: int
+) -> int:
+    """Returns the operations of a sample at a step; ``sizes`` of pictures by their first steps."""
+    return operations[[size for start, size in sizes if start <= step][-1]]
 
 
 def _build_boundary(training: StageTraining) -> StepBoundary:

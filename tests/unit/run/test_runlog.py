@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mclclip.run import runlog, trackers
-from mclclip.run.recorder import Meter, Work
+from mclclip.run.recorder import Meter
 from mclclip.run.trackers import Tracker, Trackers
 from tests import tiny
 
@@ -181,14 +181,13 @@ def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch
 def test_the_meter_tells_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.s)
-    # 100 samples in 2 s on 2 ranks: 25 a second and rank, of 4e12 operations each.
     for peak, share in ((400.0, 0.25), (None, None)):
-        meter = Meter(global_batch=100, world_size=2, work=Work(int(4e12), peak))
-        meter.steps = 1
+        meter = Meter(global_batch=100, world_size=2, peak_tflops=peak)
+        meter.operations = int(4e14)  # over two ranks, in 2 s
         now.s += 2.0
         row = meter.read()
         assert row["tflops_per_s_per_rank"] == 100.0 and row.get("mfu") == share
-    assert not {"mfu", "tflops_per_s_per_rank"} & Meter(8, 1).read().keys()
+        assert not {"mfu", "tflops_per_s_per_rank"} & meter.read().keys()  # nothing was counted
 
 
 # --- rows on disk ------------------------------------------------------------------------------
