@@ -343,9 +343,9 @@ def count_operations(
     counts the forward and backward passes of all views and texts, by torch's formulas
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. What a step computes once, such as the product of an
-    adapter's factors, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
-    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
-    stored text features stand for captions.
+    adapter's factors, is shared by the two samples. ``trainee`` lies on ``device``, before an
+    engine wraps it; its weights and buffers do not change, and every step seeds dropout anew.
+    ``cached_text``: stored text features stand for captions.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
     batch = _batch(model, options, _ROWS, cached_text)
