@@ -23,12 +23,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models.encoder_names import split_name
-from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -83,20 +83,13 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
         objective = options.objective.build(inner)
         trainee = ModelWithObjective(model, objective, options.precision)
-        features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        operations["sizes"] = {None: operations["sample"]}
-        batches, needed = [batch], [activations]
-        for size in dict.fromkeys(part.size for part in options.image_size):
-            shape = *batch.views[0].shape[:2], size, size
-            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
-            batches.append(replace(batch, views=views))
-            _, of_size, operations["sizes"][size] = _measure_step(
-                trainee, batches[-1], local, micro
-            )
-            needed.append(of_size)
+        batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
+        steps = {n: _measure_step(trainee, each, local, micro) for n, each in batches.items()}
+        features, _, operations["sample"] = steps[None]
+        operations["sizes"] = {size: each[2] for size, each in steps.items()}
         if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
-            del batches[0], needed[0]
+            del batches[None], steps[None]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -106,9 +99,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": max(needed),
+        "activations": max(activations for _, activations, _ in steps.values()),
         "loss": share.added,
-        "batch": max(size_bytes(each.tensors()) for each in batches),
+        "batch": max(size_bytes(each.tensors()) for each in batches.values()),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -248,6 +241,14 @@ def _batch(
     )
 
 
+def _at_size(batch: Batch, size: int | None) -> Batch:
+    """Returns a batch with pictures of another height and width; None: the same."""
+    if size is None:
+        return batch
+    views = [view.new_zeros(*view.shape[:2], size, size) for view in batch.views]
+    return replace(batch, views=views)
+
+
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     """Gives every trained parameter a gradient without values, and returns the gradients."""
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -335,20 +336,23 @@ def _measure_loss(
 
 
 def count_operations(
-    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
-) -> dict[int | None, int]:
+    trainee: ModelWithObjective,
+    options: TrainConfig,
+    device: torch.device,
+    cached_text: bool,
+    image_size: int | None = None,
+) -> int:
     """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
 
-    Returns them for the model's own image size (None) and for each of ``train.image_size``. It
-    counts the forward and backward passes of all views and texts, by torch's formulas
+    It counts the forward and backward passes of all views and texts, by torch's formulas
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
-    `engine.micro_batch` compute again. What a step computes once, such as the product of an
-    adapter's factors, is shared by the two samples. ``trainee`` lies on ``device``, before an
-    engine wraps it; its weights and buffers do not change, and every step seeds dropout anew.
-    ``cached_text``: stored text features stand for captions.
+    `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
+    once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
+    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
+    stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
-    batch = _batch(model, options, _ROWS, cached_text)
+    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)
     if first := model.first_block:  # stored rows stand for images
         images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
         with torch.no_grad():
@@ -358,21 +362,16 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    operations: dict[int | None, int] = {}
-    for size in dict.fromkeys([None, *(part.size for part in options.image_size)]):
-        views = [v if size is None else v.new_zeros(*v.shape[:2], size, size) for v in batch.views]
-        with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
-            sized = trainee.on_device(replace(batch, views=views), device)
-            features = trainee(sized, lambda features: features)
-            sums = [value.sum() for value in features.values() if value.requires_grad]
-            torch.autograd.backward(sums)
-        operations[size] = meter.operations // _ROWS
+    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
+        features = trainee(trainee.on_device(batch, device), lambda features: features)
+        sums = [value.sum() for value in features.values() if value.requires_grad]
+        torch.autograd.backward(sums)
     if checkpointing:
         model.set_grad_checkpointing(True)
     trainee.zero_grad(set_to_none=True)
     for name, buffer in trainee.named_buffers():
         buffer.copy_(buffers[name])
-    return operations
+    return meter.operations // _ROWS
 
 
 # --- encoders and sizes --------------------------------------------------------------------------

@@ -107,48 +107,72 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 # --- speed and memory --------------------------------------------------------------------------
 
 
-class Meter:
-    """Measures samples and operations per second, and the share of time spent waiting for data.
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes, and how fast it could.
 
-    The caller adds to ``steps``, ``operations`` (of all samples of these steps, over all ranks) and
-    ``wait_s``; `read` returns the figures and starts anew. ``peak_tflops`` is the device's highest
-    rate (None: unknown).
+    operations    floating-point operations of a sample, from each of some steps on (first 0): they
+                  change with the image size; empty: not counted
+    peak_tflops   highest rate of the device, in TFLOP/s; None: unknown
     """
 
-    def __init__(
-        self, global_batch: int, world_size: int, peak_tflops: float | None = None
-    ) -> None:
-        self.global_batch, self.world_size = global_batch, world_size
-        self.peak_tflops = peak_tflops
-        self._begin()
+    operations: Sequence[tuple[int, int]] = ()
+    peak_tflops: float | None = None
 
-    def _begin(self) -> None:
-        self.steps = self.operations = 0
-        self.wait_s, self.since = 0.0, time.perf_counter()
+    def of_step(self, step: int) -> int:
+        """Returns the operations of a sample in the step number ``step``, counted from 0."""
+        return next((count for first, count in reversed(self.operations) if first <= step), 0)
+
+
+_NOT_COUNTED = Work()
+
+
+class Meter:
+    """Measures samples per second, the share of the device's peak, and the share of time spent
+    waiting for data.
+
+    The caller adds steps and ``wait_s``; `read` returns the figures and starts anew.
+    """
+
+    def __init__(self, global_batch: int, world_size: int, work: Work = _NOT_COUNTED) -> None:
+        self.global_batch, self.world_size, self.work = global_batch, world_size, work
+        self._start()
+
+    def _start(self) -> None:
+        self.steps, self.operations, self.wait_s = 0, 0, 0.0
+        self.since = time.perf_counter()
+
+    def add_step(self, step: int) -> None:
+        """Counts the step number ``step``, counted from 0."""
+        self.steps += 1
+        self.operations += self.work.of_step(step)
 
     def read(self, wait_s: float | None = None) -> dict[str, float]:
         """Returns the figures since the last call, and starts the next period.
 
         ``wait_s``: seconds spent waiting for data (default: those of this process).
-        ``tflops_per_s_per_rank`` is there if operations were counted, and ``mfu`` (model FLOPs
-        utilization: PaLM, arXiv:2204.02311, appendix B) if the device's peak is known too.
         """
         seconds = max(time.perf_counter() - self.since, 1e-9)
         waited_s = self.wait_s if wait_s is None else wait_s
         per_s = self.steps * self.global_batch / seconds
-        tflops = self.operations / seconds / self.world_size / 1e12
-        row = {
+        rates = self._rates(seconds)
+        self._start()
+        return {
             "samples_per_s": round(per_s, 1),
             "samples_per_s_per_rank": round(per_s / self.world_size, 1),
+            **rates,
             "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
             "seconds": round(seconds, 3),
         }
-        if self.operations:
-            row["tflops_per_s_per_rank"] = round(tflops, 6)
-        if self.operations and self.peak_tflops:
-            row["mfu"] = round(tflops / self.peak_tflops, 4)
-        self._begin()
-        return row
+
+    def _rates(self, seconds: float) -> dict[str, float]:
+        """Returns a rank's ``tflops_per_s_per_rank`` and, where the device's peak is known, ``mfu``
+        (model FLOPs utilization: PaLM, arXiv:2204.02311, appendix B), its share of that peak."""
+        local_batch = self.global_batch / self.world_size
+        tflops = self.operations * local_batch / seconds / 1e12
+        rates = {"tflops_per_s_per_rank": round(tflops, 6)} if self.work.operations else {}
+        peak = self.work.peak_tflops
+        return rates | ({"mfu": round(tflops / peak, 4)} if rates and peak else {})
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -250,8 +274,7 @@ class Recorder:
     track, config    names of the trackers, such as ``["wandb"]``, and the options they store
     evaluates        True if there will be evaluations, whose rows go to evaluations.jsonl
     leaves_out       True if the engine skips bad steps, see `StepWatch`
-    operations       step -> floating-point operations of a sample (None: not counted)
-    peak_tflops      the device's highest rate, in TFLOP/s (None: unknown)
+    work             what a rank computes, for the rates of operations
 
     Raises ValueError on all ranks if the package of a tracker is not installed.
     """
@@ -270,12 +293,11 @@ class Recorder:
     config: Mapping[str, Any]
     evaluates: bool = False
     leaves_out: bool = False
-    operations: Callable[[int], int] | None = None
-    peak_tflops: float | None = None
+    work: Work = _NOT_COUNTED
 
     def __post_init__(self) -> None:
-        how = self.global_batch, self.context.world_size, self.peak_tflops
-        self.row, self.epoch = Meter(*how), Meter(*how)
+        self.row = Meter(self.global_batch, self.context.world_size, self.work)
+        self.epoch = Meter(self.global_batch, self.context.world_size, self.work)
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
@@ -327,10 +349,8 @@ class Recorder:
         ``parts``: the parts of the loss by name, with 'loss' and 'grad_norm'. All ranks call this
         together. Raises NotFinite on all ranks if a row is due and the training has diverged.
         """
-        for meter in (self.row, self.epoch):
-            meter.steps += 1
-            if self.operations is not None:
-                meter.operations += self.operations(done - 1) * self.global_batch
+        self.row.add_step(done - 1)
+        self.epoch.add_step(done - 1)
         self.loss_sum = self.loss_sum + parts["loss"].detach().double()
         self.watch.take(parts["loss"], parts["grad_norm"])
         return self._write(done, parts, lr) if self.is_row_due(done) else None
