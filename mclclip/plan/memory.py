@@ -23,12 +23,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models.encoder_names import split_name
-from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context

@@ -33,16 +33,16 @@ from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.encoder import Encoder, load_model
-from mclclip.models.loading import (
-    load_towers,
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
+from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import (
     prepare_model,
     refuse_folded_norms,
     start_from_rows,
     train_transform,
 )
-from mclclip.models.model import Model
-from mclclip.models.optimizer import build_optimizer, learning_rate
-from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
@@ -85,8 +85,6 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
         model = load_towers(
             training.layout.export(stage - 1 if options.start == "previous" else 0), **same
         )
-    if base.text_rows:
-        model.tokenizer = training.text_rows
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
@@ -337,13 +335,13 @@ def _build_batches(
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
     augmentation = training.config.model_of(training.name).augmentation
-    rows = training.text_rows if training.reads_text_rows else None
-    tokenized = objective.reads.captions and text is None and rows is None
     transforms = list[tuple[int, PictureTransform]]()
     for start, size in sizes:
         train = train_transform(model, augmentation, size)
         fast = training.pixels == "fast"
         transforms.append((start, as_transform(fast_transform(train) if fast else train)))
+    rows = training.text_rows
+    tokenized = objective.reads.captions and text is None and rows is None
     dataset = TarDataset(
         training.index,
         training.config.data,

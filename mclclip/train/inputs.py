@@ -24,7 +24,7 @@ from mclclip.data.locations import Locations
 from mclclip.data.row_store import StoredRows, left_out
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Extra
-from mclclip.data.text_rows import TextRows, report_missing, width_of
+from mclclip.data.text_rows import TextRows, width_of
 from mclclip.models.clip import clean_caption
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -79,13 +79,6 @@ class StageTraining:
         return self.stage > 0 and self.config.image_rows.enabled
 
     @property
-    def reads_text_rows(self) -> bool:
-        """True if rows that the user brings stand for captions: ``model.text_rows``."""
-        return bool(
-            self.options.objective.reads.captions and self.config.model_of(self.name).text_rows
-        )
-
-    @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
         """``TrainConfig.stored_texts`` after stage 0, which itself reads captions."""
         return self.options.stored_texts if self.stage > 0 else ()
@@ -132,10 +125,12 @@ class StageTraining:
 
     @cached_property
     def text_rows(self) -> TextRows | None:
-        """The user's rows that stand for captions, where ``model.text_rows`` is set. Raises the
-        errors of ``TextRows``."""
+        """The user's rows that stand for captions (``model.text_rows``); None where captions or no
+        texts are read. Raises the errors of ``TextRows``."""
         files = self.config.model_of(self.name).text_rows
-        return TextRows([self.layout.text_rows], width_of(files)) if files else None
+        if not files or not self.options.objective.reads.captions:
+            return None
+        return TextRows([self.layout.text_rows], width_of(files))
 
     def read_extras(self) -> list[Extra]:
         """Returns further tensors of every sample, which the objective reads. Raises ValueError
@@ -193,9 +188,6 @@ def read_inputs(training: StageTraining) -> TrainingInputs:
     def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
         if edits := training.options.objective.reads.edits:
             report_edits(edits, index, config.data, training.name)
-        if training.reads_text_rows:
-            assert training.text_rows is not None
-            report_missing(training.text_rows, index, config.data)
         classes, locations, image_rows = training.classes, _open_locations(training), None
         if training.reads_image_rows:
             whole = not config.writes_image_rows

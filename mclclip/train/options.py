@@ -172,7 +172,7 @@ class TrainConfig:
         return [start for start in starts if start[0] < max(total, 1)]
 
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments of ``models.loading.prepare_model`` beside the model and the seed."""
+        """Arguments of ``models.preparing.prepare_model`` beside the model and the seed."""
         reads = self.objective.reads
         unused = {} if reads.captions else {"text": False}
         unused |= {} if reads.logit_scale else {"logit_scale": False}

@@ -114,6 +114,8 @@ class Training(Step[StageTraining]):
         # In later stages the base's digest stands for it.
         if file is not None and (training.stage == 0 or training.config.trained_model is not None):
             digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
+        if training.text_rows is not None:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         for name, (encoder, what) in reads.stored.items():
             if encoder is not None:
                 digests[name] = artifacts.read_manifest(
@@ -122,8 +124,6 @@ class Training(Step[StageTraining]):
         for teacher in reads.teachers:
             export = layout.encoder(teacher) / "export"
             digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
-        if training.reads_text_rows:
-            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest

@@ -23,8 +23,9 @@ from torch.nn import functional
 from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import (
     Objective,
     ObjectiveInputs,

@@ -20,8 +20,9 @@ import torch
 
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.data.batches import Batch
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives import base
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import ObjectiveInputs
 from mclclip.plan.machine import Machine
 from mclclip.plan.memory import count_operations, measure

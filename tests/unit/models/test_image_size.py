@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mclclip.models import state_dicts
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
+from mclclip.models.preparing import prepare_model
 from mclclip.models.towers import resize_positions
 from tests.unit.models.tiny_towers import TOWERS, config_of, make
 

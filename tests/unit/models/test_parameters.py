@@ -10,12 +10,13 @@ import torch
 import yaml
 from torch import nn
 
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, parameter_groups
 from mclclip.models.parameters import describe_groups, settings
 from mclclip.models.patterns import ParameterConfig, refuse_unmatched
+from mclclip.models.preparing import prepare_model
 from tests import tiny
 from tests.unit.models.conftest import tiny_config
 from tests.unit.models.tiny_towers import TOWERS, fresh
