@@ -14,7 +14,8 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import width_of
 from mclclip.eval.protocols import evaluator
 from mclclip.models.encoder_names import check_encoder
-from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
+from mclclip.models.loading import check_tokenizer, load_towers
+from mclclip.models.preparing import refuse_folded_norms
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import RunPaths, is_finished
 from mclclip.util.options import prefix_errors

@@ -43,8 +43,8 @@ def _layers(at: Subject) -> object:
 
     If its configuration is known, the tower is built without weights and prepared for training.
     """
-    from mclclip.models.loading import prepare_model  # seconds, for torch
     from mclclip.models.memory import load_shapes
+    from mclclip.models.preparing import prepare_model  # seconds, for torch
 
     if num_blocks(at.model) is None:
         return None

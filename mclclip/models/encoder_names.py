@@ -32,8 +32,7 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
             fields["name"] = files.digest_json(files.read_json(path))
     if model.pretrained is not None and Path(model.pretrained).is_file():
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
-    if model.text_rows:
-        fields["text_rows"] = width_of(model.text_rows)
+    fields["text_rows"] = width_of(model.text_rows) if model.text_rows else None
     if model.image_weights is not None:
         fields["image_weights"] = files.digest_file(
             weights.checked_image_weights(model.image_weights)

@@ -3,7 +3,6 @@ patches divide it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
@@ -12,8 +11,10 @@ from mclclip.models.towers import pair
 from mclclip.util import files
 
 
-def with_image_size(config: Mapping[str, Any], image_size: int) -> dict[str, Any]:
-    """Returns a model's configuration with pictures of another size."""
+def with_image_size(config: dict[str, Any], image_size: int | None) -> dict[str, Any]:
+    """Returns a model's configuration with pictures of another size; of None the same."""
+    if image_size is None:
+        return config
     model_cfg = config["model_cfg"]
     vision = {**model_cfg["vision_cfg"], "image_size": image_size}
     return {**config, "model_cfg": {**model_cfg, "vision_cfg": vision}}

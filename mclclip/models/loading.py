@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.data.row_store import IMAGE_ROWS, StoredRows
-from mclclip.data.text_rows import TextRows, width_of
 from mclclip.models import (
     backbones,
     clip,
@@ -26,15 +23,11 @@ from mclclip.models import (
     transforms,
     weights,
 )
-from mclclip.models.image_size import allow_image_size, check_patches, with_image_size
-from mclclip.models.lora import add_lora
+from mclclip.models.image_size import check_patches, with_image_size
 from mclclip.models.model import Model
-from mclclip.models.parameters import freeze
-from mclclip.models.patterns import ParameterConfig
-from mclclip.models.row_projection import WIDTH, RowClip, with_rows
+from mclclip.models.row_projection import WIDTH, build_on_rows
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
-from mclclip.run.artifacts import read_manifest, verb_of
 from mclclip.util import files
 from mclclip.util.options import brief
 
@@ -73,29 +66,23 @@ def load_towers(
         load_weights: False leaves a directory's model with random weights, to be filled later.
         augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
-        image_size: height and width of the pictures, in place of the configuration's. Position
-            embeddings of the weights are resized as open_clip's `force_image_size` does.
-        text_rows: files of text embeddings (`data.text_rows`); a projection of these rows, drawn by
-            `seed`, takes the place of the text tower. An export of such a model needs no files.
+        image_size: height and width of the pictures; positions are resized as open_clip does.
+        text_rows: files of text embeddings (`data.text_rows`), whose projection is the text tower.
 
-    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
-    that do not fit or had another activation, a projector beside a text tower, a text tower that
-    cannot be stretched, and an image size that patches do not divide; FileNotFoundError if
-    files are missing, or not reachable on the hub. Torch's global generators are not used.
+    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights or
+    an image size that do not fit, a projector beside a text tower, and a text tower that cannot be
+    stretched; FileNotFoundError for missing files. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
-    if image_size is not None:
-        config = with_image_size(config, image_size)
-    exported: Any
-    if not text or not (text_rows or "text_cfg" in config["model_cfg"]):
+    config = with_image_size(config, image_size)
+    model_cfg, tokenizer = config["model_cfg"], None
+    if not text or not (text_rows or "text_cfg" in model_cfg):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
-        tokenizer = None
     else:
-        _check_clip(name, config["model_cfg"], projector)
-        build = partial(_build_on_rows, text_rows=text_rows, where=_where(name))
-        if not text_rows and WIDTH not in config["model_cfg"]["text_cfg"]:
-            random_text = bool(file) or not load_weights
-            build = partial(_build_clip, random_text=random_text, long_context=long_context)
+        _check_clip(name, model_cfg, projector)
+        build = partial(build_on_rows, _build_image_tower, text_rows, _where(name))
+        if not text_rows and WIDTH not in model_cfg["text_cfg"]:
+            build = partial(_build_clip, bool(file) or not load_weights, long_context)
         exported, model_cfg, tokenizer = build(config, file, directory, seed)
     check_patches(exported.visual, image_size)
     visual = exported.visual
@@ -103,16 +90,18 @@ def load_towers(
         _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
     is_backbone = isinstance(visual, backbones.BackboneTower)
     layout = visual.layout() if is_backbone else clip.layout_of(visual)
-    pair = _transforms_of(visual, augmentation)
+    pair = transforms_of(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Model(exported, whole, layout, pair, tokenizer, projector).eval()
 
 
-def _transforms_of(
+def transforms_of(
     visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
 ) -> transforms.Pair:
+    """Returns an image tower's transforms of pictures for training and evaluation; ``image_size``:
+    of training, None: the tower's own."""
     if isinstance(visual, backbones.BackboneTower):
         return visual.transforms(augmentation, image_size)
     return clip.transforms_of(visual, augmentation, image_size)
@@ -130,13 +119,12 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
 
 
 def _build_clip(
+    random_text: bool,
+    long_context: bool,
     config: dict[str, Any],
     file: Path | None,
     directory: Path | None,
     seed: int,
-    *,
-    random_text: bool,
-    long_context: bool,
 ) -> tuple[Any, dict[str, Any], Any]:
     """Builds open_clip's module and loads its weights from `file`, if there is one.
 
@@ -153,39 +141,6 @@ def _build_clip(
     if long_context:
         towers.stretch(exported)
     return exported, model_cfg, tokenizer
-
-
-def _build_on_rows(
-    config: Mapping[str, Any],
-    file: Path | None,
-    directory: Path | None,
-    seed: int,
-    *,
-    text_rows: Sequence[str],
-    where: str,
-) -> tuple[Any, dict[str, Any], Any]:
-    """Builds an image tower beside a projection of rows, as wide as those of ``text_rows``, or as
-    the configuration says.
-
-    Loads the weights in ``file``: all of them if they are of such a model, else those of the image
-    tower. Returns it with its model config, and the rows in or above ``directory``.
-    """
-    model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
-    width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
-    if is_whole:
-        if width != (trained := model_cfg["text_cfg"][WIDTH]):
-            raise ValueError(
-                f"model.text_rows has rows of width {width}, and the projection of {where} takes "
-                f"{trained}: bring rows of the encoder that it was trained with"
-            )
-        image_only = {name: value for name, value in model_cfg.items() if name != "text_cfg"}
-        config = {**config, "model_cfg": image_only}
-    tower, image_cfg = _build_image_tower(config, None if is_whole else file, seed, where)
-    whole_cfg = with_rows(model_cfg, image_cfg, width)
-    built = RowClip(tower.visual, whole_cfg, seed)
-    if is_whole and file is not None:
-        weights.fill(built, weights.read_tensors(file), str(file))
-    return built, whole_cfg, TextRows.beside(directory, width)
 
 
 def _build_image_tower(
@@ -381,109 +336,6 @@ def refuse_without_weights(name: str | Path) -> None:
 
 def _where(name: Name) -> str:
     return "the model config" if isinstance(name, Mapping) else str(name)
-
-
-def train_transform(
-    model: Model, augmentation: Mapping[str, Any], image_size: int | None
-) -> transforms.Transform:
-    """Returns a model's training transform for pictures of another size; None: of its own."""
-    if image_size is None:
-        return model.preprocess_train
-    return _transforms_of(model.visual, augmentation, image_size)[0]
-
-
-# --- for training ----------------------------------------------------------------------------
-
-
-def prepare_model(
-    model: Model,
-    *,
-    lock: Mapping[str, Any],
-    lora: Mapping[str, Any] | None,
-    seed: int,
-    precision: str,
-    grad_checkpointing: bool,
-    patch_dropout: float = 0.0,
-    parameters: Sequence[ParameterConfig] = (),
-    image_sizes: Sequence[int] = (),
-) -> None:
-    """Prepares a model for training, in place.
-
-    lock                 arguments of `Model.lock`: which parts are trained
-    lora                 arguments of `add_lora` (None: no adapters), which are drawn by ``seed``
-    precision            "float64" converts the model; other precisions are autocast's
-    grad_checkpointing   blocks run again in the backward pass instead of keeping activations
-    patch_dropout        share of the patches that the image tower drops
-    parameters           patterns of names; those with an `lr_scale` of 0 are frozen (`freeze`)
-    image_sizes          heights and widths of pictures that it is trained on beside its own
-
-    Raises ValueError for what the towers do not allow.
-    """
-    for size in image_sizes:
-        allow_image_size(model.visual, size)
-    model.lock(**lock)
-    if lora is not None:
-        add_lora(model, **lora, seed=seed)
-    freeze(model, parameters)
-    model.drop_patches(patch_dropout)
-    if precision == "float64" and next(model.parameters()).dtype != torch.float64:
-        model.double()  # `plan` converts before, since its tensors without values cannot be here
-    model.train()
-    if grad_checkpointing:
-        model.set_grad_checkpointing(True)
-
-
-def refuse_folded_norms(model: Model) -> None:
-    """Raises ValueError if a batch norm is trained whose statistics were folded into weights.
-
-    Such a norm has mean 0, variance 1 and a bias other than 0 (a new norm has bias 0), so it only
-    adds its bias. In training it would normalise by each batch, which the later layers have never
-    seen, and the training would start from noise. It is not frozen silently, because
-    ``lock.image_norm`` says what is trained.
-    """
-    folded = []
-    for name, norm in model.visual.named_modules():
-        if isinstance(norm, _BatchNorm) and norm.training and norm.affine:
-            mean, variance = norm.running_mean, norm.running_var
-            if mean is None or variance is None:
-                continue
-            if not mean.any() and torch.all(variance == 1) and norm.bias.any():
-                folded.append(name)
-    if folded:
-        raise ValueError(
-            f"lock.image_norm is true, but {len(folded)} batch norms that it trains, such as "
-            f"{folded[0]}, have mean 0 and variance 1: they were folded into the weights, and "
-            "would normalise by each batch instead. Set lock.image_norm=false"
-        )
-
-
-def start_from_rows(model: Model, rows: StoredRows) -> None:
-    """Makes a model take stored rows (`StoredRows.of_images`) in the place of images.
-
-    Rows of kind `IMAGE_ROWS` are outputs of the frozen first blocks: the image tower then starts
-    behind these blocks. Other rows are embeddings, and the whole image tower is skipped. Raises
-    RuntimeError if other weights made the rows, and ValueError if a model in training mode trains
-    blocks that made them.
-    """
-    manifest = read_manifest(rows.directory, rows.kind)
-    if rows.kind != IMAGE_ROWS:
-        model.first_block = model.num_blocks + 1
-        return
-    blocks, again = manifest.config["blocks"], f"run 'mclclip {verb_of(IMAGE_ROWS)} --force'"
-    if model.trunk_digest(blocks) != manifest.inputs["trunk"]:
-        raise RuntimeError(
-            f"{rows.directory} was made by other weights than the first {blocks} blocks of this "
-            f"model, or from other pixels: {again}"
-        )
-    if model.training and blocks > model.num_frozen_blocks:
-        raise ValueError(
-            f"the image rows have passed {blocks} blocks, and train.lock freezes "
-            f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or {again}"
-        )
-    model.first_block = blocks
-
-
-# --- several models --------------------------------------------------------------------------
 
 
 def common_config(directories: Sequence[Path]) -> dict[str, Any]:

@@ -14,13 +14,17 @@ Zhai et al., "LiT" (2022, arXiv:2111.07991).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mclclip.data.text_rows import TextRows, width_of
+from mclclip.models import state_dicts, weights
 from mclclip.models.towers import TowerLayout
+from mclclip.util.options import with_prefix
 
 WIDTH = "rows"
 """The one field of such a model's ``text_cfg``: the width of the rows."""
@@ -66,11 +70,41 @@ class RowClip(nn.Module):
         return features
 
 
-def with_rows(
-    model_cfg: Mapping[str, Any], image_cfg: Mapping[str, Any], width: int
-) -> dict[str, Any]:
-    """Returns the configuration of a model on rows: that of its image tower, ``image_cfg``, with
-    the start of the logits that ``model_cfg`` names."""
+def build_on_rows(
+    build_image_tower: Callable[..., tuple[Any, dict[str, Any]]],
+    text_rows: Sequence[str],
+    where: str,
+    config: Mapping[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds an image tower beside a projection of rows, as wide as those of ``text_rows``, or as
+    the configuration says.
+
+    Loads the weights in ``file``: all of them if they are of such a model, else those of the image
+    tower. Returns it with its model config, and the rows in or above ``directory``. ``where`` names
+    the model in messages.
+    """
+    model_cfg, is_whole = config["model_cfg"], WIDTH in config["model_cfg"].get("text_cfg", {})
+    width = width_of(text_rows) if text_rows else model_cfg["text_cfg"][WIDTH]
+    if is_whole:
+        if width != (trained := model_cfg["text_cfg"][WIDTH]):
+            raise ValueError(
+                f"model.text_rows has rows of width {width}, and the projection of {where} takes "
+                f"{trained}: bring rows of the encoder that it was trained with"
+            )
+        image_only = {name: value for name, value in model_cfg.items() if name != "text_cfg"}
+        config = {**config, "model_cfg": image_only}
+    tower, image_cfg = build_image_tower(config, None if is_whole else file, seed, where)
     names = ("init_logit_scale", "init_logit_bias")
     logits = {name: model_cfg[name] for name in names if name in model_cfg}
-    return {**image_cfg, **logits, "text_cfg": {WIDTH: width}}
+    whole_cfg = {**image_cfg, **logits, "text_cfg": {WIDTH: width}}
+    built = RowClip(tower.visual, whole_cfg, seed)
+    if is_whole and file is not None:
+        tensors = weights.read_tensors(file)
+        pictures = with_prefix(tensors, "visual.")
+        state_dicts.resize_picture_positions(built.visual, pictures, file)
+        pictures = {f"visual.{name}": tensor for name, tensor in pictures.items()}
+        weights.fill(built, tensors | pictures, str(file))
+    return built, whole_cfg, TextRows.beside(directory, width)

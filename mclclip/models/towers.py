@@ -80,8 +80,8 @@ class TowerLayout:
 
         The layers are those of open_clip's `layer_groups` and of timm's `group_matcher`.
         """
-        last = (self.blocks[-1] + self.norm,)
-        layers = self.layers or (self.embedding, *self.blocks[:-1], *last, self.projection)
+        last = tuple(name for block in self.blocks[-1:] for name in block) + self.norm
+        layers = self.layers or (self.embedding, *self.blocks[:-1], last, self.projection)
         layers = tuple(filter(None, layers))
         above = (len(layers) - 1 - n for n, parts in enumerate(layers) if belongs(name, parts))
         return next(above, 0)

@@ -168,10 +168,11 @@ def _teacher_of(options: Options, inputs: ObjectiveInputs) -> Teacher:
                 f"and the model of {model.image_shape[0]}: leave exact out, which reads stored "
                 "embeddings"
             )
+        pixels = [*model.normalization, *encoder.normalization]
         if not inputs.shapes_only:
             encoder.to(inputs.context.device, inputs.dtype)
-        sides = (model.normalization, encoder.normalization)
-        return _Seeing(encoder, encoder.image_shape[1:], *sides)
+            pixels = [each.to(inputs.context.device) for each in pixels]
+        return _Seeing(encoder, encoder.image_shape[1:], *pixels)
 
     return Teacher(teacher.width, teacher.logit_scale, load)
 
@@ -208,18 +209,16 @@ def _projection(inputs: ObjectiveInputs, width: int, of_teacher: int) -> nn.Line
 class _Seeing:
     """A frozen encoder that takes the pictures of another model: [b, C, H, W], normalized for it.
 
-    size                  height and width of the encoder's pictures
-    given, wanted         mean and deviation of pixels, of the model and of the encoder
+    size    height and width of the encoder's pictures
+    pixels  mean and deviation of the model's pixels, and of the encoder's
     """
 
-    def __init__(self, encoder: Any, size: Sequence[int], given: Any, wanted: Any) -> None:
-        self.encoder, self.size, self.given, self.wanted = encoder, tuple(size), given, wanted
+    def __init__(self, encoder: Any, size: Sequence[int], *pixels: Tensor) -> None:
+        self.encoder, self.size, self.pixels = encoder, tuple(size), pixels
 
     def __call__(self, view: Tensor) -> Tensor:
         """Returns the encoder's features [b, D] of a view, of unit length."""
-        mean, deviation, own_mean, own_deviation = (
-            values.to(view) for values in (*self.given, *self.wanted)
-        )
+        mean, deviation, own_mean, own_deviation = self.pixels
         pixels = view * deviation + mean
         if pixels.shape[2:] != self.size:
             how: dict[str, Any] = {"mode": "bicubic", "antialias": True}

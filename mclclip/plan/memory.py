@@ -23,12 +23,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models.encoder_names import split_name
-from mclclip.models.loading import prepare_model
 from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -79,24 +79,15 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
-        inner = replace(inputs, model=model, context=SINGLE, teacher=teacher)
-        objective = options.objective.build(inner)
+        objective = options.objective.build(_on_fakes(inputs, model))
         trainee = ModelWithObjective(model, objective, options.precision)
-        features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        operations["sizes"] = {None: operations["sample"]}
-        batches, needed = [batch], [activations]
-        for size in dict.fromkeys(part.size for part in options.image_size):
-            shape = *batch.views[0].shape[:2], size, size
-            views = [torch.empty(shape, dtype=view.dtype) for view in batch.views]
-            batches.append(replace(batch, views=views))
-            _, of_size, operations["sizes"][size] = _measure_step(
-                trainee, batches[-1], local, micro
-            )
-            needed.append(of_size)
+        batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
+        steps = {n: _measure_step(trainee, each, local, micro) for n, each in batches.items()}
+        features, _, operations["sample"] = steps[None]
+        operations["sizes"] = {size: each[2] for size, each in steps.items()}
         if options.image_size and options.image_size[-1].epochs is None:  # its own never comes
-            del batches[0], needed[0]
+            del batches[None], steps[None]
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
@@ -106,9 +97,9 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
-        "activations": max(needed),
+        "activations": max(activations for _, activations, _ in steps.values()),
         "loss": share.added,
-        "batch": max(size_bytes(each.tensors()) for each in batches),
+        "batch": max(size_bytes(each.tensors()) for each in batches.values()),
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
@@ -176,6 +167,12 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
         made[name, False] = Teacher(*values, cache(load))
         made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: made[name, fake]
+
+
+def _on_fakes(inputs: ObjectiveInputs, model: Model) -> ObjectiveInputs:
+    """Returns the inputs of the whole objective, of one rank, within ``faked``."""
+    teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
+    return replace(inputs, model=model, context=SINGLE, teacher=teacher)
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
@@ -246,6 +243,14 @@ def _batch(
         text_features=values(dim) if cached_text else None,
         extras=extras,
     )
+
+
+def _at_size(batch: Batch, size: int | None) -> Batch:
+    """Returns a batch with pictures of another height and width; None: the same."""
+    if size is None:
+        return batch
+    views = [view.new_zeros(*view.shape[:2], size, size) for view in batch.views]
+    return replace(batch, views=views)
 
 
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
@@ -335,7 +340,11 @@ def _measure_loss(
 
 
 def count_operations(
-    trainee: ModelWithObjective, options: TrainConfig, device: torch.device, cached_text: bool
+    trainee: ModelWithObjective,
+    options: TrainConfig,
+    device: torch.device,
+    cached_text: bool,
+    image_size: int | None = None,
 ) -> int:
     """Counts the floating-point operations of a sample in a step, by running two samples of zeros.
 
@@ -344,10 +353,10 @@ def count_operations(
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
     once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
     its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
-    stored text features stand for captions.
+    stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
-    batch = _batch(model, options, _ROWS, cached_text)
+    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)
     if first := model.first_block:  # stored rows stand for images
         images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
         with torch.no_grad():

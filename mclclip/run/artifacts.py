@@ -10,22 +10,17 @@ later: ``bad_samples.json``, ``shard_times.json``, and checkpoints, which list t
     runs/NAME/
       run.lock  run_state.json  config.yaml
       index/                    samples.arrow  shards.json  bad_samples.json  manifest.json  ...
-      text_rows/
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 image_rows/     00000.npy ... 00000.json ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
-                train/          grouped_index/  checkpoints/step_00000400/  evaluations/
-                                metrics.jsonl  epochs.jsonl  profile/
+                train/          grouped_index/  checkpoints/  evaluations/  metrics.jsonl  ...
                 export/         open_clip_config.json  open_clip_model.safetensors
-      stage_1/  pseudo_labels/  pseudo_labels.npy
-                relocated/      00000.tar ...  locations.npy
-                train/  export/  embeddings/  clusters/
+      stage_1/  pseudo_labels/  relocated/  train/  export/  embeddings/  clusters/
       ...
       teachers/ViT-L-14@openai/  export/  embeddings/  text_embeddings/
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
-      blindspots/stage_0-stage_2/  pairs.jsonl  weights.npy  gallery.png  benchmark/  ...
-      filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
+      blindspots/stage_0-stage_2/  filters/filter/  text_rows/  eval_text_rows/
       controls/ungrouped/       stage_1/ ... exports/    the same layout; random_groups/ likewise
       results.jsonl             outcomes/  report.html  verdict.md
 """
@@ -405,8 +400,7 @@ class Artifact:
 def find_run_dir(artifact: Path) -> Path | None:
     """Returns the run directory above an artifact: ``runs/a`` for ``runs/a/stage_1/embeddings``.
 
-    Returns None if the artifact lies in no run. A run is known by its finished index or stage 0,
-    since verbs that are called one by one write no config.yaml.
+    None if it lies in no run. A finished index or stage 0 makes a run; not all have a config.yaml.
     """
     for folder in artifact.resolve().parents[:4]:  # RUN/controls/NAME/stage_1/export has four
         if is_finished(RunPaths(folder).index) or is_finished(RunPaths(folder).export(0)):
@@ -427,19 +421,16 @@ class RunPaths:
 
     variant          ``mcl``, or the name of a control such as ``ungrouped``. A control shares
                      index, stage 0 and pseudo labels with its run
-    index            the sample index
+    index, text_rows the sample index, and copies of ``model.text_rows``
     root             folder of this variant's stages: the run directory, or the control's folder
-    text_rows        copies of ``model.text_rows``; eval_text_rows of ``eval.text_rows``
-    results          results.jsonl, one row per figure
     text_embeddings  caption embeddings by stage 0's text tower, for trainings that freeze it
     image_rows       outputs of stage 0's frozen image blocks, a row per sample
     """
 
     def __init__(self, run_dir: Path, variant: str = "mcl") -> None:
         self.run_dir, self.variant = run_dir, variant
-        self.index = run_dir / "index"
+        self.index, self.text_rows = run_dir / "index", run_dir / "text_rows"
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
-        self.text_rows, self.eval_text_rows = run_dir / "text_rows", run_dir / "eval_text_rows"
         self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.image_rows = run_dir / "stage_0" / "image_rows"

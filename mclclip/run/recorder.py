@@ -111,12 +111,17 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 class Work:
     """What a rank computes, and how fast it could.
 
-    operations    floating-point operations of a sample in a step; 0: not counted
+    operations    floating-point operations of a sample, from each of some steps on (first 0): they
+                  change with the image size; empty: not counted
     peak_tflops   highest rate of the device, in TFLOP/s; None: unknown
     """
 
-    operations: int = 0
+    operations: Sequence[tuple[int, int]] = ()
     peak_tflops: float | None = None
+
+    def of_step(self, step: int) -> int:
+        """Returns the operations of a sample in the step number ``step``, counted from 0."""
+        return next((count for first, count in reversed(self.operations) if first <= step), 0)
 
 
 _NOT_COUNTED = Work()
@@ -126,12 +131,21 @@ class Meter:
     """Measures samples per second, the share of the device's peak, and the share of time spent
     waiting for data.
 
-    The caller adds to ``steps`` and ``wait_s``; `read` returns the figures and starts anew.
+    The caller adds steps and ``wait_s``; `read` returns the figures and starts anew.
     """
 
     def __init__(self, global_batch: int, world_size: int, work: Work = _NOT_COUNTED) -> None:
         self.global_batch, self.world_size, self.work = global_batch, world_size, work
-        self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
+        self._start()
+
+    def _start(self) -> None:
+        self.steps, self.operations, self.wait_s = 0, 0, 0.0
+        self.since = time.perf_counter()
+
+    def add_step(self, step: int) -> None:
+        """Counts the step number ``step``, counted from 0."""
+        self.steps += 1
+        self.operations += self.work.of_step(step)
 
     def read(self, wait_s: float | None = None) -> dict[str, float]:
         """Returns the figures since the last call, and starts the next period.
@@ -141,19 +155,21 @@ class Meter:
         seconds = max(time.perf_counter() - self.since, 1e-9)
         waited_s = self.wait_s if wait_s is None else wait_s
         per_s = self.steps * self.global_batch / seconds
-        self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
+        rates = self._rates(seconds)
+        self._start()
         return {
             "samples_per_s": round(per_s, 1),
             "samples_per_s_per_rank": round(per_s / self.world_size, 1),
-            **self._rates(per_s / self.world_size),
+            **rates,
             "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
             "seconds": round(seconds, 3),
         }
 
-    def _rates(self, samples_per_s: float) -> dict[str, float]:
+    def _rates(self, seconds: float) -> dict[str, float]:
         """Returns a rank's ``tflops_per_s_per_rank`` and, where the device's peak is known, ``mfu``
         (model FLOPs utilization: PaLM, arXiv:2204.02311, appendix B), its share of that peak."""
-        tflops = self.work.operations * samples_per_s / 1e12
+        local_batch = self.global_batch / self.world_size
+        tflops = self.operations * local_batch / seconds / 1e12
         rates = {"tflops_per_s_per_rank": round(tflops, 6)} if self.work.operations else {}
         peak = self.work.peak_tflops
         return rates | ({"mfu": round(tflops / peak, 4)} if rates and peak else {})
@@ -333,8 +349,8 @@ class Recorder:
         ``parts``: the parts of the loss by name, with 'loss' and 'grad_norm'. All ranks call this
         together. Raises NotFinite on all ranks if a row is due and the training has diverged.
         """
-        self.row.steps += 1
-        self.epoch.steps += 1
+        self.row.add_step(done - 1)
+        self.epoch.add_step(done - 1)
         self.loss_sum = self.loss_sum + parts["loss"].detach().double()
         self.watch.take(parts["loss"], parts["grad_norm"])
         return self._write(done, parts, lr) if self.is_row_due(done) else None

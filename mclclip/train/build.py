@@ -1,12 +1,12 @@
-"""Opens the inputs of one training, and builds its model, objective, engine, batches and loop from
-its options; ``verbs.train`` calls it."""
+"""Builds model, objective, engine, batches and loop of one training from its options and inputs;
+``verbs.train`` calls it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial, reduce
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,244 +14,53 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints, path_of
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import to_tree
 from mclclip.data.batches import Batch, TrainingBatches
-from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan, total_steps
 from mclclip.data.extras import (
     BaseFeatures,
     EditedCaptions,
-    EqualityDigests,
-    report_edits,
     report_equal,
 )
-from mclclip.data.groups import GroupedIndex, Integers, StageGroups
-from mclclip.data.index_tables import check_shards
-from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
+from mclclip.data.groups import Integers, StageGroups
+from mclclip.data.labels import AttributeClasses, ClassLabels
 from mclclip.data.loader import Loader
-from mclclip.data.locations import Locations
 from mclclip.data.picture_transform import PictureTransform, as_transform
-from mclclip.data.row_store import StoredRows, left_out
-from mclclip.data.sample_index import SampleIndex, SharedBadSamples
+from mclclip.data.row_store import StoredRows
+from mclclip.data.sample_index import SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
-from mclclip.data.text_rows import TextRows, report_missing, width_of
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.encoder import Encoder, load_model
-from mclclip.models.loading import (
-    load_towers,
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
+from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.parameters import describe_groups
+from mclclip.models.preparing import (
     prepare_model,
     refuse_folded_norms,
     start_from_rows,
     train_transform,
 )
-from mclclip.models.model import Model
-from mclclip.models.optimizer import build_optimizer, learning_rate
-from mclclip.models.parameters import describe_groups
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import STARTED, Context, choose_memory, choose_peak_tflops
+from mclclip.ranks.process_group import STARTED, choose_memory, choose_peak_tflops
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, read_identity, read_manifest
+from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.run.recorder import Recorder, StepProfiler, Work
 from mclclip.run.runlog import count_of
-from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
+from mclclip.train.inputs import StageTraining, TrainingInputs
+from mclclip.train.loop import ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.near_copies import report_near
 from mclclip.train.symptoms import Symptoms
-from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
 
 log = logging.getLogger("mclclip")
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
-
-
-@dataclass(frozen=True)
-class StageTraining:
-    """The training of one stage of one variant: its options, its place in the run, its samples.
-
-    ``evaluate`` measures its checkpoints where its options ask for evaluations.
-    """
-
-    config: Config
-    options: TrainConfig
-    context: Context
-    layout: RunPaths
-    stage: int
-    index: SampleIndex
-    evaluate: Evaluate | None = None
-
-    @property
-    def name(self) -> str:
-        """The option that holds its settings: ``base`` for stage 0, else ``train``."""
-        return "train" if self.stage else "base"
-
-    @property
-    def directory(self) -> Path:
-        """The directory of checkpoints, metrics and the grouped index."""
-        return self.layout.train(self.stage)
-
-    @property
-    def title(self) -> str:
-        """The name in log lines: the variant if the objective reads groups, such as
-        'random_groups', else the kind of the objective."""
-        objective = self.options.objective
-        return self.layout.variant if objective.reads.groups and self.stage else objective.kind
-
-    @property
-    def reads_groups(self) -> bool:
-        """True if each batch is made of samples that share a pseudo label."""
-        groups = self.options.objective.reads.groups and self.stage > 0
-        return groups and self.layout.variant != "ungrouped"
-
-    @property
-    def reads_image_rows(self) -> bool:
-        """True if stored outputs of frozen blocks, or of the whole frozen tower, replace images."""
-        return self.stage > 0 and self.config.image_rows.enabled
-
-    @property
-    def reads_text_rows(self) -> bool:
-        """True if rows that the user brings stand for captions: ``model.text_rows``."""
-        return bool(
-            self.options.objective.reads.captions and self.config.model_of(self.name).text_rows
-        )
-
-    @property
-    def stored_texts(self) -> tuple[HardCaptions | None, ...]:
-        """``TrainConfig.stored_texts`` after stage 0, which itself reads captions."""
-        return self.options.stored_texts if self.stage > 0 else ()
-
-    @cached_property
-    def left_out(self) -> dict[str, np.ndarray]:
-        """Returns the ids of the samples that lack what the objective reads, by what they lack:
-        'without_caption', 'without_attribute' or 'without_embedding'.
-
-        Raises ValueError where all samples lack what the objective reads.
-        """
-        reads, reader = self.options.objective.reads, self.options.reader(self.name)
-        lacking: dict[str, np.ndarray] = {}
-        if reads.captions:
-            lacking["without_caption"] = self.index.without_caption(reader)
-        if reads.attribute is not None:
-            lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        every = {encoder for encoder, what in reads.encoders if what == "image_features"}
-        if every:
-            folders = [self.layout.encoder(encoder) / "embeddings" for encoder in every]
-            without = [left_out(folder, len(self.index.shards)) for folder in folders]
-            lacking["without_embedding"] = reduce(np.union1d, without)
-        return lacking
-
-    @cached_property
-    def weights(self) -> SampleWeights | None:
-        """How often an epoch draws each sample; None: once. Raises the errors of
-        ``SampleWeights.open``."""
-        plan, option = self.options.plan, f"{self.name}.plan"
-        return SampleWeights.open(self.index, self.config.data, plan, option)
-
-    @cached_property
-    def classes(self) -> ClassLabels | AttributeClasses | None:
-        """The clusters of the stage before, or the values of an attribute, for objectives that
-        read them; else None. Reads and compares their files: rank 0 alone asks for it, and all
-        ranks are given what it read in ``TrainingInputs``."""
-        reads = self.options.objective.reads
-        if reads.attribute is not None:
-            return AttributeClasses(self.index, reads.attribute)
-        if not reads.clusters:
-            return None
-        directory = self.layout.clusters(self.stage - 1)
-        return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
-
-    @cached_property
-    def text_rows(self) -> TextRows | None:
-        """The user's rows that stand for captions, where ``model.text_rows`` is set. Raises the
-        errors of ``TextRows``."""
-        files = self.config.model_of(self.name).text_rows
-        return TextRows([self.layout.text_rows], width_of(files)) if files else None
-
-    def read_extras(self) -> list[Extra]:
-        """Returns further tensors of every sample, which the objective reads. Raises ValueError
-        where the index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
-        reads, extras = self.options.objective.reads, list[Extra]()
-        if reads.digests:
-            pictures = self.index if self.reads_image_rows else None
-            extras.append(EqualityDigests(clean_caption, pictures, sorted(reads.digests)))
-        edits = next(filter(None, self.stored_texts), None)
-        if reads.stored or edits:
-            extras.append(BaseFeatures(self.layout, self.index, reads.stored, edits))
-        return extras
-
-    @cached_property
-    def pixels(self) -> Pixels:
-        """How images become pixels: 'exact' or 'fast'. If ``data.pixels`` is ``auto``, a control
-        uses the same as the training that it is compared with."""
-        if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
-            original = read_identity(RunPaths.of(self.config).train(self.stage)).get("config", {})
-            taken: Pixels | None = original.get("data", {}).get("pixels")
-            if taken is not None:  # it read pictures
-                return taken
-        return self.config.pixels_of(self.name)
-
-    def plan(self, grouped: GroupedIndex) -> EpochPlan:
-        """The plan of the first epoch.
-
-        Without groups no blocks stay together: neighbours in the index may have more in common than
-        two samples of a batch by chance.
-        """
-        options, how = self.options, self.options.plan
-        return EpochPlan(
-            grouped, options.global_batch, how.policy, how.order, self.config.seed, self.stage,
-            epoch=0, block=how.block if self.reads_groups else 1,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TrainingInputs:
-    """The files that a training reads beside its index, as all ranks have opened them."""
-
-    classes: ClassLabels | AttributeClasses | None
-    locations: Locations
-    extras: list[Extra]
-    image_rows: StoredRows | None = None
-
-
-def read_inputs(training: StageTraining) -> TrainingInputs:
-    """Opens and checks the files that a training reads; all ranks call it.
-
-    Rank 0 reads the small ones and sends them to the others; each rank memory-maps the large ones.
-    """
-    config, index = training.config, training.index
-
-    def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
-        if edits := training.options.objective.reads.edits:
-            report_edits(edits, index, config.data, training.name)
-        if training.reads_text_rows:
-            assert training.text_rows is not None
-            report_missing(training.text_rows, index, config.data)
-        classes, locations, image_rows = training.classes, _open_locations(training), None
-        if training.reads_image_rows:
-            whole = not config.writes_image_rows
-            image_rows = StoredRows.of_images(training.layout, index, whole)
-        check_shards(index.directory, index.shards, config.data)
-        return classes, locations, image_rows
-
-    extras = collectives.raise_on_every_rank(training.read_extras)
-    classes, locations, image_rows = collectives.on_main(check)
-    collectives.raise_on_every_rank(lambda: locations.table)  # maps it, in every process
-    return TrainingInputs(classes, locations, extras, image_rows)
-
-
-def _open_locations(training: StageTraining) -> Locations:
-    """Returns the places of the samples: in the copies that ``relocate`` wrote for this stage's
-    groups if the options ask for them, else in the shards of the index."""
-    options, layout = training.config.relocate, training.layout
-    if not options.enabled or not training.reads_groups or layout.variant != "mcl":
-        return Locations(training.index)
-    directory = layout.relocated(training.stage, options.folder)
-    url = options.url and f"{options.url.rstrip('/')}/stage_{training.stage}"
-    return Locations.open(directory, training.index, url, training.config.data.remote)
 
 
 def build_model(training: StageTraining, image_rows: StoredRows | None = None) -> Model:
@@ -276,8 +85,6 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
         model = load_towers(
             training.layout.export(stage - 1 if options.start == "previous" else 0), **same
         )
-    if base.text_rows:
-        model.tokenizer = training.text_rows
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
@@ -358,18 +165,21 @@ def build_trainer(
     groups: StageGroups,
     identity: str,
     steps: int | None,
-    operations: int,
+    count_operations: Callable[[int | None], int],
 ) -> Trainer:
     """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity     digest of the inputs and options, for ``build_checkpoints``
-    steps        number of steps of the whole training; None: as the options say
-    operations   floating-point operations of a sample in a step
+    identity           digest of the inputs and options, for ``build_checkpoints``
+    steps              number of steps of the whole training; None: as the options say
+    count_operations   returns the floating-point operations of a sample in a step, by image size;
+                       None: the model's own
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
+    sizes = options.image_sizes(total, plan.steps_per_epoch)
+    operations = [(first, count_operations(size)) for first, size in sizes]
     if options.engine.compile == "step":
         module.compile()
     engine = build_engine(
@@ -384,25 +194,9 @@ def build_trainer(
     checkpoints.best = evaluation.exported_step if evaluation else None
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
-    log.info(
-        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
-        training.stage, training.title, count_of(total, "step"), start, plan.steps_per_epoch,
-        options.global_batch, count_of(context.world_size, "rank"),
-    )  # fmt: skip
-    recorder = Recorder(
-        training.directory, context, name=f"stage {training.stage}",
-        global_batch=options.global_batch, start=start, total=total,
-        steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
-        share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
-        track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
-        leaves_out=engine.leaves_out, work=Work(operations, choose_peak_tflops(context.device)),
-    )  # fmt: skip
-    sizes = options.image_sizes(total, plan.steps_per_epoch)
-    if options.image_size:
-        parts = [
-            f"{size or module.model.image_size} pixels from step {at + 1}" for at, size in sizes
-        ]
-        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
+    _log_steps(training, plan, range(start, total), sizes, module.model.image_size)
+    work = Work(operations, choose_peak_tflops(context.device))
+    recorder = _build_recorder(training, plan, range(start, total), work, engine.leaves_out)
     compiles = options.engine.compile != "off"
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
@@ -418,6 +212,38 @@ def build_trainer(
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
         profiler=_build_profiler(training, total),
         compile_steps={start, *(at for at, _ in sizes)} if compiles else set(),
+    )  # fmt: skip
+
+
+def _log_steps(
+    training: StageTraining,
+    plan: EpochPlan,
+    steps: range,
+    sizes: Sequence[tuple[int, int | None]],
+    own_size: int | tuple[int, int],
+) -> None:
+    options, ranks = training.options, training.context.world_size
+    log.info(
+        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
+        training.stage, training.title, count_of(steps.stop, "step"), steps.start,
+        plan.steps_per_epoch, options.global_batch, count_of(ranks, "rank"),
+    )  # fmt: skip
+    if options.image_size:
+        parts = [f"{size or own_size} pixels from step {first + 1}" for first, size in sizes]
+        log.info("stage %d: pictures have %s", training.stage, ", ".join(parts))
+
+
+def _build_recorder(
+    training: StageTraining, plan: EpochPlan, steps: range, work: Work, leaves_out: bool
+) -> Recorder:
+    options, config = training.options, training.config
+    return Recorder(
+        training.directory, training.context, name=f"stage {training.stage}",
+        global_batch=options.global_batch, start=steps.start, total=steps.stop,
+        steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
+        share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
+        track=list(config.track), config=to_tree(config),
+        evaluates=options.evaluate.every is not None, leaves_out=leaves_out, work=work,
     )  # fmt: skip
 
 
@@ -509,13 +335,13 @@ def _build_batches(
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
     augmentation = training.config.model_of(training.name).augmentation
-    rows = training.text_rows if training.reads_text_rows else None
-    tokenized = objective.reads.captions and text is None and rows is None
     transforms = list[tuple[int, PictureTransform]]()
     for start, size in sizes:
         train = train_transform(model, augmentation, size)
         fast = training.pixels == "fast"
         transforms.append((start, as_transform(fast_transform(train) if fast else train)))
+    rows = training.text_rows
+    tokenized = objective.reads.captions and text is None and rows is None
     dataset = TarDataset(
         training.index,
         training.config.data,

@@ -150,6 +150,11 @@ class TrainConfig:
             return (None,) if "text_features" in reads.of_stage_0 else ()
         return (None,) if reads.edits is None else (None, reads.edits)
 
+    @property
+    def smaller_sizes(self) -> list[int]:
+        """The image sizes of ``image_size``, each once."""
+        return [*dict.fromkeys(part.size for part in self.image_size)]
+
     def image_sizes(self, total: int, steps_per_epoch: int) -> list[tuple[int, int | None]]:
         """Returns the first step of each image size of a training of ``total`` steps, with the
         size; None: the model's own.
@@ -167,7 +172,7 @@ class TrainConfig:
         return [start for start in starts if start[0] < max(total, 1)]
 
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments of ``models.loading.prepare_model`` beside the model and the seed."""
+        """Arguments of ``models.preparing.prepare_model`` beside the model and the seed."""
         reads = self.objective.reads
         unused = {} if reads.captions else {"text": False}
         unused |= {} if reads.logit_scale else {"logit_scale": False}
@@ -179,7 +184,7 @@ class TrainConfig:
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,
             "patch_dropout": self.patch_dropout,
-            "image_sizes": [part.size for part in self.image_size],
+            "image_sizes": self.smaller_sizes,
         }
 
     def optimizer_arguments(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ embedded like a stage.
 
 With ``image_rows.enabled`` stage 0 first writes the outputs of its frozen blocks for every image,
 in the same way. All trainings and later embedding passes have the same frozen blocks, so they start
-from these rows instead of images (`loading.start_from_rows`).
+from these rows instead of images (`preparing.start_from_rows`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenize
-from mclclip.data.text_rows import KIND, TextRows, report_missing
+from mclclip.data.text_rows import KIND, TextRows
 from mclclip.export import ExportStep
 from mclclip.models import memory, weights
 from mclclip.models.encoder import Encoder, counts_of, load_model
 from mclclip.models.encoder_names import RANDOM, identify_encoder, split_name
-from mclclip.models.loading import load_towers, refuse_without_weights, start_from_rows
+from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
+from mclclip.models.preparing import start_from_rows
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
@@ -351,8 +352,7 @@ class TextEmbeddings(Step[Pass]):
         model = how.load().to(how.context.device)
         source = how.source(model)
         if isinstance(model.tokenizer, TextRows):
-            rows = model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
-            collectives.on_main(lambda: report_missing(rows, how.index, how.config.data))
+            model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
         per_caption = 1 if how.edits is None else how.edits.per_caption
         captions = how.index.num_captions

@@ -20,6 +20,7 @@ from mclclip.config import Config
 from mclclip.data.bytes import Bytes
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import (
+    EVAL_ROWS,
     FILES,
     KIND,
     ROWS,
@@ -67,7 +68,7 @@ def run(
     if patterns:
         make_artifact(UserRows(), layout.text_rows, patterns, force)
     if config.eval.text_rows:
-        make_artifact(UserRows(), layout.eval_text_rows, config.eval.text_rows, force)
+        make_artifact(UserRows(), _eval_rows(layout), config.eval.text_rows, force)
     if missing is not None:
         collectives.on_main(lambda: _write_missing(config, layout, missing))
     else:
@@ -111,8 +112,12 @@ def _check_texts(config: Config, layout: RunPaths) -> None:
     _open_rows(config, layout).find([*_texts_of_benchmarks(config)])
 
 
+def _eval_rows(layout: RunPaths) -> Path:
+    return layout.text_rows.with_name(EVAL_ROWS)
+
+
 def _open_rows(config: Config, layout: RunPaths) -> TextRows:
-    further = [layout.eval_text_rows] if config.eval.text_rows else []
+    further = [_eval_rows(layout)] if config.eval.text_rows else []
     return TextRows([layout.text_rows, *further], width_of(config.text_rows))
 
 

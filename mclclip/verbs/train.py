@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.steps import Made, Step, find_artifact, make_artifact
 from mclclip.train import build
-from mclclip.train.build import StageTraining, TrainingInputs
+from mclclip.train.inputs import StageTraining, TrainingInputs, read_inputs
 from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
@@ -114,6 +114,8 @@ class Training(Step[StageTraining]):
         # In later stages the base's digest stands for it.
         if file is not None and (training.stage == 0 or training.config.trained_model is not None):
             digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
+        if training.text_rows is not None:
+            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         for name, (encoder, what) in reads.stored.items():
             if encoder is not None:
                 digests[name] = artifacts.read_manifest(
@@ -122,8 +124,6 @@ class Training(Step[StageTraining]):
         for teacher in reads.teachers:
             export = layout.encoder(teacher) / "export"
             digests[f"teacher {teacher}"] = artifacts.read_manifest(export, "teacher").digest
-        if training.reads_text_rows:
-            digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         if training.stage == 0:
             return digests
         digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
@@ -148,7 +148,7 @@ class Training(Step[StageTraining]):
 
     def make(self, out: Artifact, training: StageTraining) -> Made:
         """Trains from the last checkpoint on, or from the start."""
-        inputs = build.read_inputs(training)
+        inputs = read_inputs(training)
         model = build.build_model(training, inputs.image_rows)
         objective = build.build_objective(training, model, inputs.classes)
         module = ModelWithObjective(model, objective, self.train.precision)
@@ -159,7 +159,7 @@ class Training(Step[StageTraining]):
         stored = training.stage > 0 and self.train.reads_text_embeddings
         trainer = build.build_trainer(
             training, inputs, module, groups, out.identity, self.steps,
-            count_operations(module, self.train, training.context.device, stored),
+            partial(count_operations, module, self.train, training.context.device, stored),
         )  # fmt: skip
         steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}

@@ -26,8 +26,8 @@ from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.models.loading import start_from_rows
 from mclclip.models.model import unit
+from mclclip.models.preparing import start_from_rows
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.verbs import embed, export, index, plan

@@ -90,11 +90,16 @@ def _sum(first: str, **second: Any) -> Variant:
 
 
 SCHEDULE, LEARNABLE = {"schedule": "cosine"}, {"learnable": True}
+SOFT = {"threshold": 0.95, "role": "positives"}
 # Objectives by name, the one that the others are compared with first.
 CAPTIONS: dict[str, Variant] = {
     "info_nce": Variant({"kind": "info_nce"}),
     "info_nce, scheduled": Variant({"kind": "info_nce", "temperature": SCHEDULE}),
     "info_nce, trained": Variant({"kind": "info_nce", "temperature": LEARNABLE}),
+    "info_nce, equal bytes": Variant({"kind": "info_nce", "near_copies": {}}),
+    "info_nce, near copies": Variant({"kind": "info_nce", "near_copies": {"threshold": 0.95}}),
+    "info_nce, soft targets": Variant({"kind": "info_nce", "near_copies": SOFT}),
+    "info_nce, three widths": Variant({"kind": "info_nce", "widths": [8, 16]}),
     "ifm": Variant({"kind": "ifm"}),
     "ifm, modified alone": Variant({"kind": "ifm", "term": "modified"}),
     "hcl": Variant({"kind": "hcl"}),
@@ -143,7 +148,7 @@ RECIPES = {"captions": "demo", "views": "cifar_mnist"}
 class Ready(nn.Module):
     """A model whose "images" are features already: what is left of a step is the loss."""
 
-    has_logit_bias = False
+    has_logit_bias, first_block = False, 0
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -233,12 +238,18 @@ def marks(variant: Variant, size: int) -> dict[str, Any]:
     ids, columns = torch.arange(size), variant.parsed.reads.num_classes_per_sample
     random = torch.Generator().manual_seed(1)
     drawn = torch.randint(variant.num_classes, (size, columns), generator=random)
+    reads = variant.parsed.reads
+    extras = {name: ids for name in reads.digests}  # all of them unlike each other
+    for name in reads.of_stage_0:
+        stored = torch.randn(size, DIM, generator=random)
+        extras[f"base_{name}"] = functional.normalize(stored)
     return {
         "group_ids": ids[:, None] % 2,
         "sample_id": ids,
         "classes": drawn if columns else None,
         "step": 1,
         "group_size": size // 2,
+        "extras": extras,
     }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor, nn
 
-from mclclip.objectives.base import options_class, parse
+from mclclip.objectives.base import Teacher, options_class, parse
 from tests import objective_loops as loops
 from tests import toys
 
@@ -50,6 +53,29 @@ def options_of(settings: Any) -> Any:
     if settings["kind"] in toys.KINDS:
         return importlib.import_module(toys.KINDS[settings["kind"]]).Options(**settings)
     return TypeAdapter(options_class(settings["kind"])).validate_python(settings)
+
+
+WIDTH = 8  # of the models' features
+TEACHERS: dict[str | None, int] = {"wide": 11, "other": 5}
+
+
+class SmallTeacher(nn.Module):
+    """A frozen encoder of smaller pictures and other pixels."""
+
+    image_shape = (3, 16, 16)
+    normalization = torch.full((3, 1, 1), 0.4), torch.full((3, 1, 1), 0.3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(4)
+        self.register_buffer("weight", torch.randn(WIDTH, 3 * 16 * 16, generator=random))
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return images.flatten(1) @ self.get_buffer("weight").T.to(images)
+
+
+def teacher_of(encoder: str | None) -> Teacher:
+    return Teacher(TEACHERS.get(encoder, WIDTH), math.exp(1.5), SmallTeacher)
 
 
 LEARNABLE = {"learnable": True, "start": 0.3}

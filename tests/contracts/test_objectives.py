@@ -6,7 +6,6 @@ every engine; a state goes on bit for bit; samples of other groups have no influ
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -24,13 +23,13 @@ from torch.nn import functional
 from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import (
     Objective,
     ObjectiveInputs,
     ObjectiveOptions,
-    Teacher,
     kinds,
     options_class,
     parse,
@@ -39,7 +38,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import ModelWithObjective
 from tests import tiny
-from tests.contracts.objective_cases import CASES, Case
+from tests.contracts.objective_cases import CASES, TEACHERS, Case, teacher_of
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, whole
 from tests.engines import build_engine
@@ -128,28 +127,6 @@ class Towers(nn.Module):
                 features = x.flatten(1).double() @ self.get_parameter(name).T
                 found[f"{name}_features"] = functional.normalize(features, dim=-1)
         return found
-
-
-TEACHERS: dict[str | None, int] = {"wide": 11, "other": 5}
-
-
-class SmallTeacher(nn.Module):
-    """A frozen encoder of smaller pictures and other pixels."""
-
-    image_shape = (3, 16, 16)
-    normalization = torch.full((3, 1, 1), 0.4), torch.full((3, 1, 1), 0.3)
-
-    def __init__(self) -> None:
-        super().__init__()
-        random = torch.Generator().manual_seed(4)
-        self.register_buffer("weight", torch.randn(DIM, 3 * 16 * 16, generator=random))
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        return images.flatten(1) @ self.get_buffer("weight").T.to(images)
-
-
-def teacher_of(encoder: str | None) -> Teacher:
-    return Teacher(TEACHERS.get(encoder, DIM), math.exp(1.5), SmallTeacher)
 
 
 def built(

@@ -20,8 +20,9 @@ import torch
 
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.data.batches import Batch
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives import base
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -56,6 +57,7 @@ OBJECTIVES |= {
         "closest_by": "label_embeddings",
     },
     "preserve, exact": {"kind": "preserve", "exact": True, "what": "features", "end_factor": 0.5},
+    "distill, exact": {"kind": "distill", "exact": True, "end_factor": 0.5},
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -114,7 +116,12 @@ def trainer_of(
     model.to(DEVICE)
     classes = SimpleNamespace(num_classes=NUM_CLASSES, centroids=lambda: np.zeros((NUM_CLASSES, 8)))
     setting = base.ObjectiveInputs(
-        model, context, seed=3, precision=precision, classes=cast(Any, classes)
+        model,
+        context,
+        seed=3,
+        precision=precision,
+        classes=cast(Any, classes),
+        teacher=objective_cases.teacher_of,
     )
     trainee = ModelWithObjective(model, parsed.build(setting), precision).to(DEVICE)
     engine = build_engine(
@@ -161,8 +168,10 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
         step=step,
         group_size=GLOBAL_BATCH // 2,
         extras={
-            f"base_{name}": torch.randn(GLOBAL_BATCH, 8, generator=random)
-            for name in sorted(reads.base - {"model"})
+            name: torch.randn(
+                GLOBAL_BATCH, objective_cases.teacher_of(encoder).width, generator=random
+            )
+            for name, (encoder, _) in reads.stored.items()
         },
     )
     if not reads.captions:

@@ -18,7 +18,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
 from mclclip.train import build
-from mclclip.train.build import StageTraining, TrainingInputs
+from mclclip.train.inputs import StageTraining, TrainingInputs
 from mclclip.verbs import cluster, embed, export, index, plan, train
 from mclclip.verbs.plan import Machine
 from tests import tiny

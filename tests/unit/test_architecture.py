@@ -39,6 +39,8 @@ ROOMS: dict[str, set[str]] = {
         "eval",
         "train/options",
     },
+    # A training with the whole configuration, of which loop and symptoms know only their options.
+    "train/inputs": {"ranks", "run", "data", "models", "config", "train/loop", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
     "run/opened": {"ranks", "run", "data", "models", "eval", "config"},
     "figures": {"ranks", "run", "data", "eval", "config", "run/opened"},

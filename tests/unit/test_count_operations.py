@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
+from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import ObjectiveInputs
 from mclclip.plan.machine import Machine
 from mclclip.plan.memory import count_operations, measure
@@ -57,6 +59,23 @@ def test_operations_are_those_of_the_plan(overrides: list[str]) -> None:
     planned = measure(plain, "train", plain.train, Machine())["operations"]["sample"]
     # A step makes the product of an adapter's factors once, for all its samples.
     assert counted == planned > 0 or (options.lora and counted == pytest.approx(planned, rel=0.1))
+
+
+@pytest.mark.parametrize("model", [tiny.MODEL, tiny.RESNET], ids=["transformer", "resnet"])
+def test_operations_follow_the_image_size(model: dict[str, Any]) -> None:
+    sized = "train.image_size=[{size: 64, epochs: 1}]"
+    name = f"model.name={json.dumps(model)}"
+    config = tiny.make_config(Path("run"), Path("data"), "base=null", name, sized)
+    options = config.train
+    module = load_towers(config.model.name, seed=1)
+    prepare_model(module, **options.model_arguments(), seed=0)
+    objective = options.objective.build(ObjectiveInputs(module, SINGLE, 0, options.precision))
+    trainee = ModelWithObjective(module, objective, options.precision)
+    counted = [count_operations(trainee, options, CPU, False, size) for size in (None, 64)]
+    planned = measure(config, "train", options, Machine())["operations"]["sizes"]
+    # A step resizes the positions once, for all its samples.
+    assert counted == pytest.approx([planned[None], planned[64]], rel=0.01)
+    assert counted[1] > 1.5 * counted[0]
 
 
 @pytest.mark.parametrize(

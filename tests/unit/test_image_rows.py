@@ -19,7 +19,8 @@ from mclclip.data.options import DataConfig
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.models.loading import load_towers, start_from_rows
+from mclclip.models.loading import load_towers
+from mclclip.models.preparing import start_from_rows
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.remake import Remake

@@ -37,7 +37,7 @@ OPEN_CLIP = f"{SITE}/start/coming-from-open-clip.md"
 SITE_PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SITE).rglob("*.md"))
 PAGES = [README, "launch/README.md", "launch/SCALE.md", "eval/README.md", *SITE_PAGES]
 LINKED = [*PAGES, "slurm/README.md", "tests/README.md", "tests/benchmarks/README.md"]
-LINKED += ["tests/gpu/README.md", "CONTRIBUTING.md", "NOTICE.md"]
+LINKED += ["tests/gpu/README.md", "CONTRIBUTING.md", "NOTICE.md", "AGENTS.md"]
 
 
 @cache
@@ -99,6 +99,14 @@ def test_the_tree_lists_every_room_and_every_file_beside_them() -> None:
     assert {"mclclip/data/", "mclclip/data/datasets/"} <= rooms
     beside = {"docs/", "eval/", "launch/", "slurm/", "tests/"}
     assert listed_paths(TEXT[README]) == files | rooms | beside
+
+
+def test_the_page_for_tools_is_short_and_its_paths_are_there() -> None:
+    text = TEXT["AGENTS.md"]
+    assert len(text.splitlines()) <= 60
+    paths = re.findall(r"`((?:mclclip|eval|tests|launch|docs)/[\w./]+)`", text)
+    assert len(paths) > 10
+    assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 # --- verbs, exit codes, recipes, options, protocols --------------------------------------------

@@ -103,10 +103,10 @@ def write(source: Source, out: Path) -> None:
     shape = ["batch", first.num_channels, height, width]
     described: dict[str, Any] = {"image": {"file": IMAGE, "input": "pixels", "shape": shape}}
     if first.reads_texts:
-        tokens, takes_rows = first.empty_texts(2), isinstance(first.tokenizer, TextRows)
+        takes_rows = isinstance(first.tokenizer, TextRows)
+        tokens = first.empty_texts(2) if takes_rows else first.tokenizer(["a dog", "a"])
         _export(TextGraph(source.encoder), "tokens", tokens, out / TEXT, source.precision)
         if not takes_rows:
-            tokens = first.tokenizer(["a dog", "a"])
             processors.write_tokenizer(source.directory, first.tokenizer, out)
         shape = ["batch", int(tokens.shape[1])]
         bias = getattr(first.clip, "logit_bias", None)

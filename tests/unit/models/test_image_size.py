@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mclclip.models import state_dicts
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
+from mclclip.models.preparing import prepare_model
 from mclclip.models.towers import resize_positions
 from tests.unit.models.tiny_towers import TOWERS, config_of, make
 
@@ -148,7 +149,7 @@ def test_a_model_takes_pictures_of_another_size(kind: str, tmp_path: Path) -> No
     assert torch.equal(model.encode_image(pictures(32)), own)
 
 
-@pytest.mark.parametrize("kind", ["vit", "rn", "token"])
+@pytest.mark.parametrize("kind", ["vit", "rn", "attention"])
 def test_the_gradient_of_resized_positions_is_that_of_interpolation(kind: str) -> None:
     model = make(kind).double()
     prepared(model, "float64")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mclclip import method
 from mclclip.config import Config
-from mclclip.models.loading import load_towers, refuse_folded_norms
+from mclclip.models.loading import load_towers
 from mclclip.models.options import ModelConfig
+from mclclip.models.preparing import refuse_folded_norms
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.verbs import export, train

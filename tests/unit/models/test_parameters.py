@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
+from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, parameter_groups
 from mclclip.models.parameters import describe_groups, settings
-from mclclip.models.patterns import ParameterConfig
+from mclclip.models.patterns import ParameterConfig, refuse_unmatched
+from mclclip.models.preparing import prepare_model
+from tests import tiny
 from tests.unit.models.conftest import tiny_config
 from tests.unit.models.tiny_towers import TOWERS, fresh
 
@@ -133,6 +138,26 @@ def test_a_pattern_of_the_objective_is_looked_for_in_the_objective(vit: Model) -
 def test_an_entry_without_a_property_is_refused() -> None:
     with pytest.raises(ValueError, match="match"):
         entry("image.*")
+
+
+def test_the_entries_of_the_page_match_a_model() -> None:
+    page = (tiny.ROOT / "docs" / "pages" / "how-to" / "rates.md").read_text()
+    table = page.partition("| wish | entries |")[2].partition("\n\n")[0].replace(r"\|", "|")
+    entries = [
+        ParameterConfig(**each)
+        for text in re.findall(r"`(\{.*\})`", table)
+        for each in yaml.safe_load(f"[{text}]")
+    ]
+    assert len(entries) == 7
+    names = [
+        model.tensor_names(name)
+        for model in (load_shapes("ViT-B-32"), load_shapes("ViT-B-16-SigLIP"))
+        for name, _ in model.named_parameters()
+    ]
+    refuse_unmatched(entries, names)
+    frozen = entries[4]  # the first six blocks of a ViT and what lies below them
+    model = prepare(load_shapes("ViT-B-32"), frozen)
+    assert model.num_frozen_blocks == 6
 
 
 # --- groups ------------------------------------------------------------------------------------

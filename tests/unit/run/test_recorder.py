@@ -158,11 +158,11 @@ def test_steps_that_are_left_out_do_not_end_it(tmp_path: Path) -> None:
 
 def test_a_line_of_the_log_shows_speed_and_waiting(tmp_path: Path) -> None:
     for work, words in (
-        (Work(10**9, 100.0), ["MFU", "waiting", "samples/s"]),
-        (Work(10**9, None), ["GFLOP/s", "waiting", "samples/s"]),
+        (Work([(0, 10**9)], 100.0), ["MFU", "waiting", "samples/s"]),
+        (Work([(0, 10**9)], None), ["GFLOP/s", "waiting", "samples/s"]),
         (Work(), ["waiting", "samples/s"]),
     ):
-        recorder = make(tmp_path / str(len(words)) / str(work.operations), work=work, log_every=1)
+        recorder = make(tmp_path / f"{words[0]}_{len(words)}", work=work, log_every=1)
         recorder.take(1, parts_of(1), lr=0.1)
         line = recorder.latest()
         assert all(word in line for word in words)

@@ -183,11 +183,16 @@ def test_the_meter_tells_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(time, "perf_counter", lambda: now.s)
     # 100 samples in 2 s on 2 ranks: 25 a second and rank, of 4e12 operations each.
     for peak, share in ((400.0, 0.25), (None, None)):
-        meter = Meter(global_batch=100, world_size=2, work=Work(int(4e12), peak))
-        meter.steps = 1
+        meter = Meter(
+            global_batch=100, world_size=2, work=Work([(0, int(1e12)), (5, int(4e12))], peak)
+        )
+        meter.add_step(5)
         now.s += 2.0
         row = meter.read()
         assert row["tflops_per_s_per_rank"] == 100.0 and row.get("mfu") == share
+        meter.add_step(4)  # of smaller pictures
+        now.s += 2.0
+        assert meter.read()["tflops_per_s_per_rank"] == 25.0
     assert not {"mfu", "tflops_per_s_per_rank"} & Meter(8, 1).read().keys()
 
 

@@ -22,8 +22,10 @@ ROWS = ((10, {"loss": 1.0}), (20, {"loss": 0.5, "set/i2t R@1": 40.0, "note": "no
 
 def put_package(patch: pytest.MonkeyPatch, name: str, package: object) -> None:
     """Makes ``package`` (None: missing) the one that the tracker of this name imports."""
+    module = f"{trackers.__name__}.{name}"
     patch.setitem(sys.modules, name, package)  # type: ignore[arg-type]
-    patch.delitem(sys.modules, f"{trackers.__name__}.{name}", raising=False)
+    patch.setitem(sys.modules, module, None)  # type: ignore[arg-type]  # put back at the end
+    del sys.modules[module]
 
 
 def track(name: str, directory: Path, *rows: tuple[int, Mapping[str, Any]], **options: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths
-from mclclip.train.build import StageTraining
+from mclclip.train.inputs import StageTraining
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, RunPaths, read_manifest
-from mclclip.train.build import StageTraining
+from mclclip.train.inputs import StageTraining
 from mclclip.train.loop import ModelWithObjective
 from mclclip.verbs import index, train
 from tests import tiny
