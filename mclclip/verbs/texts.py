@@ -69,10 +69,11 @@ def run(
         make_artifact(UserRows(), layout.text_rows, patterns, force)
     if config.eval.text_rows:
         make_artifact(UserRows(), _eval_rows(layout), config.eval.text_rows, force)
+    texts = _texts_of_benchmarks(config, context)  # collectives, so on all ranks
     if missing is not None:
-        collectives.on_main(lambda: _write_missing(config, layout, missing))
+        collectives.on_main(lambda: _write_missing(config, layout, texts, missing))
     else:
-        collectives.on_main(lambda: _check_texts(config, layout))
+        collectives.on_main(lambda: _check_texts(config, layout, texts))
     return layout.text_rows
 
 
@@ -103,13 +104,13 @@ class UserRows(Step[Sequence[str]]):
 # --- the texts that a run reads ------------------------------------------------------------------
 
 
-def _check_texts(config: Config, layout: RunPaths) -> None:
+def _check_texts(config: Config, layout: RunPaths, of_benchmarks: Sequence[str]) -> None:
     """Raises ValueError if too many captions, or any text of a benchmark, have no row."""
     width = width_of(config.text_rows)
     if config.reads_captions and is_finished(layout.index):
         rows = TextRows([layout.text_rows], width)
         report_missing(rows, SampleIndex.open(layout.index), config.data)
-    _open_rows(config, layout).find([*_texts_of_benchmarks(config)])
+    _open_rows(config, layout).find(of_benchmarks)
 
 
 def _eval_rows(layout: RunPaths) -> Path:
@@ -121,12 +122,14 @@ def _open_rows(config: Config, layout: RunPaths) -> TextRows:
     return TextRows([layout.text_rows, *further], width_of(config.text_rows))
 
 
-def _write_missing(config: Config, layout: RunPaths, path: Path) -> None:
+def _write_missing(
+    config: Config, layout: RunPaths, of_benchmarks: Sequence[str], path: Path
+) -> None:
     """Writes a line {"text": ...} for every different text without a row."""
     rows = _open_rows(config, layout) if config.text_rows else None
     texts = dict.fromkeys(_captions_without_row(config, layout, rows))
     num_captions = len(texts)
-    for text in _texts_of_benchmarks(config):
+    for text in of_benchmarks:
         if rows is None or not rows.has(text):
             texts[text] = None
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
@@ -151,14 +154,14 @@ def _captions_without_row(config: Config, layout: RunPaths, rows: TextRows | Non
                     yield caption
 
 
-def _texts_of_benchmarks(config: Config) -> dict[str, None]:
+def _texts_of_benchmarks(config: Config, context: Context) -> list[str]:
     """Returns the texts that the benchmarks of ``eval.suite`` ask an encoder for, in order."""
-    listener = _Listener(SimpleNamespace(tokenizer=None, logit_scale=1.0, embed_dim=2))  # type: ignore[arg-type]
+    listener = _Listener(SimpleNamespace(tokenizer=None, logit_scale=1.0, embed_dim=2), context)  # type: ignore[arg-type]
     for benchmark in config.eval.suite.values():
         protocol = evaluator(benchmark.kind)
         if protocol.reads_text and Path(benchmark.path).is_dir():
             protocol.evaluate(listener, Path(benchmark.path), **benchmark.options)
-    return listener.heard
+    return [*listener.heard]
 
 
 @dataclass(frozen=True)
