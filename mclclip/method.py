@@ -146,13 +146,13 @@ def _stage(config: Config, context: Context, stage: int, variant: str, force: Re
     _evaluate(config, context, variant, {f"stage_{stage}": path})
 
 
-def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str, Path]) -> None:
+def _evaluate(config: Config, context: Context, variant: str, paths: Mapping[str, Path]) -> None:
     """Evaluates encoders of MCL or of a control, given by name, but for those that
     ``eval.encoders`` leaves out. Stage 0 is what all are compared with."""
     layout, encoders = RunPaths.of(config, variant), config.eval.encoders
     compared = {
         layout.model_name(name): path
-        for name, path in named.items()
+        for name, path in paths.items()
         if encoders is None or name in ("stage_0", *encoders)
     }
     if compared:

@@ -1,4 +1,4 @@
-"""What a rule between options is: a line for a configuration that breaks it, or conditions that
+"""Defines rules between options: a line for a configuration that breaks it, or conditions that
 exclude each other; `rules` has the table."""
 
 from __future__ import annotations

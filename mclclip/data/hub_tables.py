@@ -76,8 +76,8 @@ def open_split(source: Path, ask: Ask) -> tuple[HubSplit, Format]:
             f"{url} has no subset or split {words[0]!r}: it has the subsets {', '.join(subsets)}, "
             f"and {subset} the splits {', '.join(splits)}"
         )
-    chosen = HubSplit(name, commit, subset, split)
-    return chosen, _open(chosen)
+    origin = HubSplit(name, commit, subset, split)
+    return origin, _open(origin)
 
 
 def _choose(what: str, words: list[str], names: list[str], url: str, below: str, ask: Ask) -> str:
@@ -92,12 +92,12 @@ def _choose(what: str, words: list[str], names: list[str], url: str, below: str,
     raise ask(f"{url} has the {what}s {', '.join(names)}, choose one", f"{below}/{likely}")
 
 
-def _open(chosen: HubSplit) -> Format:
+def _open(origin: HubSplit) -> Format:
     import datasets
 
-    with _one_line(chosen.url):
+    with _one_line(origin.url):
         stream = datasets.load_dataset(
-            chosen.name, chosen.subset, split=chosen.split, revision=chosen.commit, streaming=True
+            origin.name, origin.subset, split=origin.split, revision=origin.commit, streaming=True
         )
         # Otherwise pictures would be decoded, and their bytes lost.
         stream = stream.decode(False) if stream.features else stream
@@ -105,10 +105,10 @@ def _open(chosen: HubSplit) -> Format:
         inferred = pa.RecordBatch.from_pylist(first).schema
         schema = stream.features.arrow_schema if stream.features else inferred
     splits = stream.info.splits or {}
-    count = splits[chosen.split].num_examples if chosen.split in splits else None
+    count = splits[origin.split].num_examples if origin.split in splits else None
 
     def batches() -> Iterator[pa.RecordBatch]:
-        with _one_line(chosen.url):
+        with _one_line(origin.url):
             rows = iter(stream)
             while examples := list(itertools.islice(rows, _BATCH_ROWS)):
                 yield pa.RecordBatch.from_pylist(examples, schema)
@@ -116,20 +116,20 @@ def _open(chosen: HubSplit) -> Format:
     return arrow_format(
         schema,
         count or None,
-        lambda: [(chosen.split, batches())],
-        lambda row: _fetch(row, chosen),
+        lambda: [(origin.split, batches())],
+        lambda row: _fetch(row, origin),
     )
 
 
-def _fetch(fields: Fields, chosen: HubSplit) -> Fields:
+def _fetch(fields: Fields, origin: HubSplit) -> Fields:
     """Reads the pictures that lie beside the table, in files of the same data set."""
     from datasets.utils.file_utils import xopen
 
-    beside = re.compile(rf"(zip://[^:]*::)?hf://datasets/{re.escape(chosen.name)}@[^:]*")
+    beside = re.compile(rf"(zip://[^:]*::)?hf://datasets/{re.escape(origin.name)}@[^:]*")
     for column, value in fields.items():
         is_missing = is_stored(value) and isinstance(value, dict) and value["bytes"] is None
         if is_missing and beside.fullmatch(path := str(value["path"])):
-            with _one_line(chosen.url), xopen(path, "rb") as file:
+            with _one_line(origin.url), xopen(path, "rb") as file:
                 data = file.read()
             fields[column] = {"bytes": data, "path": path.split("::")[0].rpartition("/")[2]}
     return fields

@@ -67,7 +67,8 @@ _WANTED = (
 
 @dataclass(frozen=True)
 class _Name:
-    """What a row stands for: a text, or a sample's key with the number of a caption (None: all)."""
+    """Says what a row stands for: a text, or a sample's key with the number of a caption (None: all
+    of them)."""
 
     text: str | None = None
     key: str | None = None
@@ -94,16 +95,16 @@ def files_of(patterns: Sequence[str]) -> list[Path]:
 
     Raises FileNotFoundError if one names no file, and ValueError for a file of another kind.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for pattern in patterns:
         paths = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob(pattern)))
         if not paths:
             raise FileNotFoundError(f"text_rows: there is no file {pattern}: {_WANTED}")
-        found += [path for path in paths if path not in found]
-    for path in found:
+        files += [path for path in paths if path not in files]
+    for path in files:
         if path.suffix not in (".parquet", ".npy"):
             raise ValueError(f"text_rows: {path} is of another kind: {_WANTED}")
-    return found
+    return files
 
 
 def width_of(patterns: Sequence[str]) -> int:
@@ -376,15 +377,15 @@ class TextRows:
         if self.by_key:
             keys = (key, key.partition("/")[2])
             names = [_Name(key=k, number=n) for k in keys for n in (number, None)] + names
-        found = self._find(names)
-        return next((place for place in found.tolist() if place >= 0), None)
+        places = self._find(names)
+        return next((place for place in places.tolist() if place >= 0), None)
 
     def read(self, places: Sequence[int] | Integers) -> Tensor:
         """Reads the rows at ``places``, float32 [n, W]."""
-        wanted, rows = np.asarray(places), np.empty((len(places), self.width), np.float32)
+        numbers, rows = np.asarray(places), np.empty((len(places), self.width), np.float32)
         for start, _, _, stored in self._tables:
-            here = (wanted >= start) & (wanted < start + len(stored))
-            rows[here] = stored[wanted[here] - start]
+            here = (numbers >= start) & (numbers < start + len(stored))
+            rows[here] = stored[numbers[here] - start]
         return torch.from_numpy(rows)
 
     def _find(self, names: Sequence[_Name]) -> Integers:
@@ -395,12 +396,12 @@ class TextRows:
                 f"folder {KIND!r} beside it: put there what 'mclclip {verb_of(KIND)}' wrote, or "
                 f"give encode_text rows as a tensor [N, {self.width}]"
             )
-        wanted = np.array([name.digest for name in names], np.int64)
-        found = np.full(len(wanted), -1)
+        own_digests = np.array([name.digest for name in names], np.int64)
+        row_places = np.full(len(own_digests), -1)
         for start, digests, places, _ in reversed(self._tables):
-            at = np.minimum(np.searchsorted(digests, wanted), len(digests) - 1)
-            found = np.where(digests[at] == wanted, start + places[at], found)
-        return found
+            at = np.minimum(np.searchsorted(digests, own_digests), len(digests) - 1)
+            row_places = np.where(digests[at] == own_digests, start + places[at], row_places)
+        return row_places
 
     @cached_property
     def _tables(self) -> list[tuple[int, Integers, Integers, npt.NDArray[Any]]]:

@@ -60,24 +60,24 @@ def narrow(model: Model, width: int) -> Model:
     layout = clip.layout_of(exported.visual)
     try:
         exported.load_state_dict(narrower, strict=True)
-        made = Model(exported, config, layout, transforms, model.tokenizer).eval()
-        are_equal = _first_numbers_are_equal(model, made, width)
+        narrow_model = Model(exported, config, layout, transforms, model.tokenizer).eval()
+        are_equal = _first_numbers_are_equal(model, narrow_model, width)
     except RuntimeError:  # of tensors that are larger than the model's, or are no part of it
         are_equal = False
     if not are_equal:
         raise ValueError(f"{refusal}: more than a projection depends on their width")
-    return made
+    return narrow_model
 
 
 @torch.no_grad()
-def _first_numbers_are_equal(model: Model, made: Model, width: int) -> bool:
+def _first_numbers_are_equal(model: Model, narrow_model: Model, width: int) -> bool:
     """Compares features of some noise and some texts."""
     size, random = towers.pair(model.image_size), torch.Generator().manual_seed(0)
     pixels = torch.randn(2, model.num_channels, *size, generator=random)
     tokens = model.tokenizer([*_TEXTS])
 
     def agree(encode: Callable[[Model], Tensor]) -> bool:
-        wide, cut = encode(model), encode(made)
+        wide, cut = encode(model), encode(narrow_model)
         if cut.shape[1] != width:
             return False
         return bool((wide[:, :width] - cut).abs().max() <= _CLOSE * wide.abs().max())

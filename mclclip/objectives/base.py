@@ -108,12 +108,12 @@ class Reads:
 
     @property
     def of_stage_0(self) -> list[What]:
-        """What is read of stage 0's encoder."""
+        """Returns what is read of stage 0's encoder."""
         return [what for encoder, what in self.encoders if encoder is None]
 
     @property
     def of_encoders(self) -> list[What]:
-        """What is read of any encoder."""
+        """Returns what is read of any encoder."""
         return [what for _, what in self.encoders]
 
     @property

@@ -256,7 +256,7 @@ class ContrastOptions(ObjectiveOptions):
 
 def check_ascending(widths: Sequence[int]) -> None:
     """Raises ValueError unless each of the ``widths`` is larger than the one before."""
-    if any(two <= one for one, two in itertools.pairwise(widths)):
+    if any(upper <= lower for lower, upper in itertools.pairwise(widths)):
         raise ValueError(
             f"widths={list(widths)} do not ascend: wanted each larger than the one before, such as "
             "[64, 128, 256]"

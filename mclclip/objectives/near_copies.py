@@ -109,12 +109,14 @@ class NearCopies:
         """Names of stage 0's embeddings that are read: 'image_features', 'text_features'."""
         if self.by_bytes:
             return frozenset()
-        own = {_IMAGES, _TEXTS} if self.margin is not None else set()
-        return frozenset(own.union(*(names for each in self.of or () for names in _SIDES[each])))
+        own_pair = {_IMAGES, _TEXTS} if self.margin is not None else set()
+        return frozenset(
+            own_pair.union(*(names for each in self.of or () for names in _SIDES[each]))
+        )
 
     @property
     def encoders(self) -> frozenset[tuple[None, Any]]:
-        """What is read of stage 0, as ``Reads.encoders`` has it."""
+        """Returns what is read of stage 0, as ``Reads.encoders`` has it."""
         return frozenset((None, name) for name in self.base)
 
 
@@ -148,7 +150,7 @@ def pairs_of(
         bounds = (rows[_IMAGES] * rows[_TEXTS]).sum(dim=1) - near.margin
     return replace(
         pairs,
-        base=tuple(rows[own] for own, _ in sides),
+        base=tuple(rows[of_row] for of_row, _ in sides),
         all_base=tuple(every[other] for _, other in sides),
         bounds=bounds,
     )

@@ -159,14 +159,14 @@ def _objective_inputs(
 def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     """Returns what gives the encoders that an objective reads, without values; those that are
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
-    made: dict[tuple[str | None, bool], Teacher] = {}
+    teachers: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
         load = partial(_load, config.model if name is None else _options_of(name))
         shapes = load()
         values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
-        made[name, False] = Teacher(*values, cache(load))
-        made[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
-    return lambda name, fake=False: made[name, fake]
+        teachers[name, False] = Teacher(*values, cache(load))
+        teachers[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
+    return lambda name, fake=False: teachers[name, fake]
 
 
 def _on_fakes(inputs: ObjectiveInputs, model: Model) -> ObjectiveInputs:

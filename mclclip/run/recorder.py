@@ -109,7 +109,7 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes, and how fast it could.
+    """The operations of a rank's samples, and the rate that its device could reach.
 
     operations    floating-point operations of a sample, from each of some steps on (first 0): they
                   change with the image size; empty: not counted

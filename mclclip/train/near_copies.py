@@ -52,11 +52,11 @@ def report_near(
             log.info("coverage of near copies is not known: %s", error)
             return
         pairs = pairs_of(batch, TILE, near, alone=True)
-        found = count_columns(replace(pairs, columns="near"))
-        copies += int(found.sum())
-        with_near += int((found > 0).sum())
-        without += int(((found > 0) & (count_columns(pairs) == 0)).sum())
-        rows, num_batches = rows + len(found), num_batches + 1
+        near_per_row = count_columns(replace(pairs, columns="near"))
+        copies += int(near_per_row.sum())
+        with_near += int((near_per_row > 0).sum())
+        without += int(((near_per_row > 0) & (count_columns(pairs) == 0)).sum())
+        rows, num_batches = rows + len(near_per_row), num_batches + 1
     share, per_batch = without / max(rows, 1), rows // max(num_batches, 1)
     log.info(
         "coverage of near copies (%s): of %s rows of a global batch %.1f %% have some, %.1f each; "
