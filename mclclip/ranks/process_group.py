@@ -299,8 +299,12 @@ def _set_timeouts(timeout: datetime.timedelta, groups: Sequence[Any]) -> None:
 
 
 def make_mesh(context: Context, *shape: int) -> DeviceMesh:
-    """Makes a device mesh of all ranks; its collectives have the timeout of the default group."""
-    mesh = init_device_mesh(context.device.type, shape)
+    """Makes a device mesh of all ranks; its collectives have the timeout of the default group.
+
+    ``shape``: the number of shards, or of copies and of the shards of each.
+    """
+    names = ("copies", "shards")[-len(shape) :]
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
     groups = mesh.get_all_groups() if context.world_size > 1 else []
     _set_timeouts(_groups.timeout, groups)
     _groups.limited += groups

@@ -509,7 +509,9 @@ RANKS: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "engine", "options"), cells(RANKS, others=RANKS[1]), ids=str
+    ("name", "world_size", "engine", "options"),
+    [*cells(RANKS, others=RANKS[1]), ("info_nce", *RANKS[2])],
+    ids=str,
 )
 def test_ranks_equal_one_process(
     ranks: Ranks, name: str, world_size: int, engine: str, options: dict[str, Any]
