@@ -51,9 +51,9 @@ def run(
         if config.text_rows:
             texts.run(config, context, force=force)
         teachers = {}
-        for teacher, reads_texts in config.teachers.items():
+        for teacher, parts in config.teachers.items():
             folder = embed.run(config, context, encoder=teacher, force=force).parent
-            if reads_texts:  # so it can be evaluated on every benchmark
+            if "text_features" in parts:  # so it can be evaluated on every benchmark
                 teachers[f"teacher_{folder.name}"] = folder / "export"
         _stage(config, context, 0, "mcl", force)
         _evaluate(config, context, "mcl", teachers)
@@ -156,8 +156,8 @@ def _evaluate(config: Config, context: Context, variant: str, paths: Mapping[str
         if encoders is None or name in ("stage_0", *encoders)
     }
     if compared:
-        widths = sorted(config.train.objective.reads.widths)
-        evaluation.evaluate(config, context, compared, path=layout.results, widths=widths)
+        path, widths = layout.results, config.widths
+        evaluation.evaluate(config, context, compared, path=path, widths=widths)
 
 
 # --- within a training --------------------------------------------------------------------------

@@ -32,18 +32,18 @@ from tests.unit.test_architecture import PACKAGE, edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 191,
-    "lines": 30_100,
-    "functions": 2_525,
-    "functions of two lines or fewer": 690,
-    "classes": 317,
-    "dataclasses": 170,
-    "options": 180,
-    "arrows between rooms": 302,
+    "files": 208,
+    "lines": 32_250,
+    "functions": 2_705,
+    "functions of two lines or fewer": 746,
+    "classes": 336,
+    "dataclasses": 183,
+    "options": 193,
+    "arrows between rooms": 326,
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 103,
-    "lines of tests": 48_340,
+    "lines of tests": 50_710,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -394,7 +394,7 @@ class Step:
 
     def weight(self, p: int, q: int) -> float | None:
         """That of q as a near copy of p, by the objective's options; None if it is none."""
-        how = self.objective.near
+        how = getattr(self.objective, "near", None)
         if self.sample_id[p] == self.sample_id[q]:
             return 1.0
         if how is None:

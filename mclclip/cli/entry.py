@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip.cli import process
-from mclclip.cli.flag_parser import check_paths, print_completion, verbs_of
+from mclclip.cli.flag_parser import check_paths, print_completion, requires_stage, verbs_of
 from mclclip.cli.flags import build_parser
 from mclclip.ranks import failures, signals
 from mclclip.util import advice
@@ -276,7 +276,7 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     if getattr(args, "image_rows", False):
         args.overrides.append("image_rows.enabled=true")
     readers = {
-        name: any(action.dest == "stage" and action.required for action in verb._actions)
+        name: requires_stage(verb)
         for name, verb in verbs_of(parser).items()
         if not verb.get_default("standalone")
     }

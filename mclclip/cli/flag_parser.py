@@ -148,3 +148,11 @@ def print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
         "zsh": f"{recipes['zsh']}() {{ {either}; }}",
     }
     print(shtab.complete(parser, shell, preamble=preamble))
+
+
+def requires_stage(verb: argparse.ArgumentParser) -> bool:
+    """Returns True if a verb needs the flag --stage, or another one in its place."""
+    needed = [action for action in verb._actions if action.required]
+    for group in verb._mutually_exclusive_groups:
+        needed += group._group_actions if group.required else []
+    return any(action.dest == "stage" for action in needed)

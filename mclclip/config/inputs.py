@@ -39,9 +39,9 @@ def check(config: Config) -> None:
             towers = load_towers(model.name, image_weights=model.image_weights, **model.of_towers)
             towers.lock(**options.model_arguments()["lock"])
             refuse_folded_norms(towers.train())
-    for teacher, text in config.teachers.items():
+    for teacher, parts in config.teachers.items():
         with prefix_errors(f"objective.teacher={teacher}"):
-            check_encoder(teacher, text=text)
+            check_encoder(teacher, text="text_features" in parts)
     suite, trained = config.eval.suite, config.trained_model
     with_text = [name for name, each in suite.items() if evaluator(each.kind).reads_text]
     _check_tokenizers(config, reads_text=bool(with_text))

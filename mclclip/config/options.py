@@ -121,15 +121,13 @@ class Config:
         return any(each.objective.reads.captions for each in self.trainings.values())
 
     @property
-    def teachers(self) -> dict[str, bool]:
-        """The encoders that trainings learn from, but for that of stage 0, each with whether its
-        features of captions are read."""
-        every = [each.objective.reads for each in self.trainings.values()]
-        names = sorted({name for reads in every for name in reads.teachers})
-        return {
-            name: any((name, "text_features") in reads.encoders for reads in every)
-            for name in names
-        }
+    def teachers(self) -> dict[str, set[str]]:
+        """The encoders that trainings learn from, but for that of stage 0, each with what is read
+        of it: 'image_features', 'text_features', 'model'."""
+        every = [each.objective.reads.encoders for each in self.trainings.values()]
+        names = sorted({name for encoders in every for name, _ in encoders if name is not None})
+        parts = [pair for encoders in every for pair in encoders]
+        return {name: {what for of, what in parts if of == name} for name in names}
 
     @property
     def text_rows(self) -> list[str]:
@@ -137,6 +135,12 @@ class Config:
         models = (self.model, self.trained_model)
         files = (file for model in models if model is not None for file in model.text_rows)
         return [*dict.fromkeys(files)]
+
+    @property
+    def widths(self) -> list[int]:
+        """The widths at which encoders are evaluated beside the whole: all that are trained."""
+        every = (each.objective.reads.widths for each in self.trainings.values())
+        return sorted(set().union(*every))
 
     @property
     def needs_text_embeddings(self) -> bool:

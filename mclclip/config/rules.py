@@ -53,7 +53,8 @@ def _layers(at: Subject) -> object:
     try:
         # Patterns name parameters of all parts.
         text = at.model.text and bool(at.options.parameters)
-        model = load_shapes(at.model.name, text=text, projector=at.model.projector)
+        rows = at.model.text_rows if text else ()
+        model = load_shapes(at.model.name, text=text, projector=at.model.projector, text_rows=rows)
         prepare_model(model, **arguments, seed=at.config.seed)
         if at.options.engine.micro_batch is not None:
             gradient_cache.check(model)
@@ -107,7 +108,7 @@ def _image_size(at: Subject, option: str) -> object:
         return None
     from mclclip.models.memory import load_shapes  # seconds, for torch
 
-    shaped = replace(model, text=False, long_context=False)
+    shaped = replace(model, text=False, long_context=False, text_rows=[])
     return _refusal(lambda: load_shapes(model.name, **shaped.of_towers), f"{option}.")
 
 
@@ -253,7 +254,7 @@ _ROWS = "image_rows.enabled=true"
 _WHOLE_TOWER = (
     "train.lock.image_blocks=0", "train.lock.image_norm=false", "train.lock.image_projection=false",
 )  # fmt: skip
-_NEAR_START = "train.objective.reads.near_start=true"
+_NEAR_START = "train.objective.reads" + ".near_start=true"  # a property, no option
 _HOLDS = "the objective holds the model near stage 0, and"
 
 RULES: tuple[Rule, ...] = (
@@ -309,8 +310,14 @@ RULES: tuple[Rule, ...] = (
              because="it draws other texts in every epoch, and text embeddings are stored once: "
              "set train.cached_text=false, which runs the text tower, or leave train.sentences "
              "out"),
-    excludes("TRAINING.objective.reads.widths", "model.projector",
-             because="exports leave the projector behind, whose widths these are: leave one out"),
+    Rule("TRAINING.objective.widths", lambda at: (
+        at.options.objective.reads.widths and at.model.projector
+        and f"{at.training}.objective.widths are those of model.projector={at.model.projector}, "
+        "which exports leave behind: leave one out")),
+    Rule("TRAINING.objective.widths", lambda at: (
+        (widths := at.options.objective.reads.widths) and max(widths) > (dim := _width(at.model))
+        and f"{at.training}.objective.widths={sorted(widths)}, and features have {dim} numbers: "
+        "give widths up to it"), "run"),
     # --- objectives that read other encoders
     excludes(_NEAR_START, "train.start!=base",
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
@@ -373,7 +380,13 @@ RULES: tuple[Rule, ...] = (
     )),
     Rule("TRAINING.objective", lambda at: at.model.text_rows
          and (at.options.sentences or at.options.objective.reads.edits)
-         and f"{at.training}.sentences and hard_captions have no model.text_rows: leave one out"),
+         and f"{at.training}.sentences and objective.hard_captions make other texts of captions, "
+         "and model.text_rows has rows of whole captions: leave them or the rows out"),
+    Rule("trained_model.text_rows", lambda at: (
+        (trained := at.config.trained_model) and trained.text_rows and at.config.model.text_rows
+        and trained.text_rows != at.config.model.text_rows
+        and "trained_model.text_rows and model.text_rows name different files, and a run has one "
+        "folder of rows: give both the same")),
     # --- stages, controls and what is measured
     Rule("cluster.num_clusters", lambda at: (
         isinstance(numbers := at.config.cluster.num_clusters, list)

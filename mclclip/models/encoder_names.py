@@ -8,9 +8,13 @@ from mclclip.data.text_rows import width_of
 from mclclip.models import transformers_folder, weights
 from mclclip.models.loading import check_tokenizer, has_texts, model_config, refuse_without_weights
 from mclclip.models.options import ModelConfig
+from mclclip.models.row_projection import WIDTH
 from mclclip.util import files
 from mclclip.util.shipped import RECIPES
 
+READS_ROWS = (
+    "it reads rows of text embeddings, and a teacher's rows are not known here: set between=images"
+)
 RANDOM = "random"
 """In NAME@random, where a tag of weights would stand: random weights."""
 
@@ -27,7 +31,10 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
             joined = (weights.CONCAT, weights.CONCAT_WEIGHTS)
             fields["name"] = files.digest_json([files.digest_file(path / name) for name in joined])
         elif path.is_dir():
-            fields["name"] = files.digest_file(weights.find_weights(path))
+            config = files.read_json(path / weights.CONFIG)
+            parts = [config.get(name) for name in ("model_cfg", "preprocess_cfg")]
+            digest = files.digest_file(weights.find_weights(path))
+            fields["name"] = files.digest_json([*parts, digest])
         elif path.is_file():
             fields["name"] = files.digest_json(files.read_json(path))
     if model.pretrained is not None and Path(model.pretrained).is_file():
@@ -48,7 +55,9 @@ def check_encoder(name: str, *, text: bool) -> None:
     if not (path / weights.CONCAT).is_file():
         if pretrained is None:
             refuse_without_weights(where)
-        model_config(where, None if pretrained == RANDOM else pretrained)
+        model_cfg = model_config(where, None if pretrained == RANDOM else pretrained)
+        if text and WIDTH in model_cfg.get("text_cfg", {}):
+            raise ValueError(READS_ROWS)
         if text:
             check_tokenizer(where)
     if text and not has_texts(where):

@@ -1,5 +1,4 @@
-"""Loads models of every kind, prepares them for training, and compares the configurations of
-several."""
+"""Loads models of every kind, and compares the configurations of several."""
 
 from __future__ import annotations
 

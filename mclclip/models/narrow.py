@@ -17,6 +17,7 @@ from torch import Tensor
 from mclclip.models import clip, towers
 from mclclip.models.encoder import Encoder
 from mclclip.models.model import Model
+from mclclip.models.row_projection import WIDTH
 
 _TEXTS = ("a photo of a dog", "two red cups on a table")
 _CLOSE = 1e-4  # of the largest number of a feature
@@ -47,6 +48,8 @@ def narrow(model: Model, width: int) -> Model:
     refusal = f"features cannot be cut to width={width}"
     if not model.reads_texts:
         raise ValueError(f"{refusal}: an image encoder without a text tower has no projection")
+    if WIDTH in model.config["model_cfg"]["text_cfg"]:
+        raise ValueError(f"{refusal}: the model reads rows of text embeddings, and has to be whole")
     config = copy.deepcopy(model.config)
     config["model_cfg"]["embed_dim"] = width
     exported = clip.build(config, seed=0, random_text=True)

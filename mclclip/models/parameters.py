@@ -81,13 +81,24 @@ def settings(
     return all_settings
 
 
+def _names_objective(entry: ParameterConfig) -> bool:
+    """True if one of a pattern's alternatives names parameters of the objective."""
+    return any(part.strip().startswith(_OBJECTIVE) for part in entry.match.split("|"))
+
+
+def _is_of_objective(entry: ParameterConfig) -> bool:
+    """True if all of a pattern's alternatives name parameters of the objective."""
+    return all(part.strip().startswith(_OBJECTIVE) for part in entry.match.split("|"))
+
+
 def freeze(model: Model, parameters: Sequence[ParameterConfig]) -> None:
     """Freezes the parameters of `model` that have an `lr_scale` of 0.
 
-    Raises ValueError for a pattern that matches no parameter, unless it names the objective's.
+    Raises ValueError for a pattern that matches no parameter, unless it names the objective's,
+    whose parameters are not known here.
     """
     all_names = {name: model.tensor_names(name) for name, _ in model.named_parameters()}
-    patterns = [entry for entry in parameters if not entry.match.startswith(_OBJECTIVE)]
+    patterns = [entry for entry in parameters if not _names_objective(entry)]
     refuse_unmatched(patterns, all_names.values())
     for name, parameter in model.named_parameters():
         if find_value(parameters, all_names[name], "lr_scale", 1.0) == 0.0:
@@ -106,7 +117,7 @@ def describe_groups(
     `tensors` and of `weights`. Raises ValueError for a pattern that matches no parameter of the
     objective.
     """
-    of_objective = [entry for entry in parameters if entry.match.startswith(_OBJECTIVE)]
+    of_objective = [entry for entry in parameters if _is_of_objective(entry)]
     all_names = [(name,) for name, _ in module.named_parameters() if name.startswith(_OBJECTIVE)]
     refuse_unmatched(of_objective, all_names)
     all_settings = settings(module, weight_decay, parameters)

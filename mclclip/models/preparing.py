@@ -2,7 +2,6 @@
 stored rows that stand for frozen blocks."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,6 @@ from mclclip.models.model import Model
 from mclclip.models.parameters import freeze
 from mclclip.models.patterns import ParameterConfig
 from mclclip.run.artifacts import read_manifest, verb_of
-
-Name = str | Path | Mapping[str, Any]
-_SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
-_FLOATS = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
 
 
 def train_transform(
@@ -123,6 +118,3 @@ def start_from_rows(model: Model, rows: StoredRows) -> None:
             f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or {again}"
         )
     model.first_block = blocks
-
-
-# --- several models --------------------------------------------------------------------------

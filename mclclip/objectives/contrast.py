@@ -221,7 +221,7 @@ class ContrastOptions(ObjectiveOptions):
     def __post_init__(self) -> None:
         if (near := self.near) and near.role == "positives" and not self.takes_positives:
             raise ValueError(
-                "near_copies.role=positives is for kind=info_nce and kind=sigmoid, and kind="
+                "near_copies: role=positives is for kind=info_nce and kind=sigmoid, and kind="
                 f"{self.kind} can mask near copies alone: set role=masked"
             )
         check_ascending(self.widths)

@@ -7,7 +7,8 @@ caption of the other. Sample q is a near copy of p if
 
     threshold   c_pq > threshold; at a threshold of 1, if their cleaned captions, or the bytes of
                 their pictures, are equal
-    margin      c_pq > c_pp - margin, where c_pp is the cosine of p's own picture and caption
+    margin      c_pq >= c_pp - margin, where c_pp is the cosine of p's own picture and caption (up
+                to 1e-5, by which fp32 rounds)
 
 A near copy is left out of the negatives, or it is a further positive, whose weight in a soft target
 is c_pq (1 where bytes are compared, and of a repeated sample).
@@ -39,6 +40,7 @@ DIGESTS = {"captions": "caption_digest", "pictures": "picture_digest"}
 """The extras of a batch that tell equal captions (after open_clip's cleaning) and equal bytes of
 pictures, int64 [b] each: samples that are equal have equal digests."""
 _IMAGES, _TEXTS = "image_features", "text_features"
+_ROUNDING = 1e-5  # of a cosine; so an equal caption is a near copy also with a margin of 0
 # The embeddings of a row and those of a column that it is compared with.
 _SIDES: dict[Compared, tuple[tuple[str, str], ...]] = {
     "captions": ((_TEXTS, _TEXTS),),
@@ -52,9 +54,9 @@ class NearCopies:
     """Which samples are near copies of each other, and what these are to each other."""
 
     threshold: PositiveFloat = 1.0
-    """Two samples are near copies if a cosine of stage 0's embeddings is above it; 1: if their
-    captions (after open_clip's cleaning), or the bytes of their pictures, are equal, for which no
-    embeddings are read; above 1 none are."""
+    """Samples with a larger cosine of stage 0's embeddings are near copies. 1 compares captions
+    (after open_clip's cleaning) and the bytes of pictures instead, and reads no embeddings. Above
+    1 there are none."""
     margin: NonNegativeFloat | None = None
     """In the place of the threshold: near copies of a sample have a cosine above the one of its own
     picture and caption, less this margin, such as 0.05."""
@@ -89,8 +91,8 @@ class NearCopies:
             )
         if self.by_bytes and "pairs" in of:
             raise ValueError(
-                "near_copies.of=pairs compares pictures with captions, which are never equal: set "
-                "a margin, or a threshold below 1"
+                "near_copies: of=[pairs] compares pictures with captions, which are never equal: "
+                "set a margin, or a threshold below 1"
             )
         return replace(self, of=of)
 
@@ -147,7 +149,7 @@ def pairs_of(
     if near.margin is None:
         bounds = next(iter(rows.values())).new_full((len(pairs.groups),), near.threshold)
     else:
-        bounds = (rows[_IMAGES] * rows[_TEXTS]).sum(dim=1) - near.margin
+        bounds = (rows[_IMAGES] * rows[_TEXTS]).sum(dim=1) - near.margin - _ROUNDING
     return replace(
         pairs,
         base=tuple(rows[of_row] for of_row, _ in sides),

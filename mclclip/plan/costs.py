@@ -134,12 +134,12 @@ def _embeddings(
 
 def _teachers(config: Config, samples: dict[str, Any], speed: Speed) -> Iterator[dict[str, Any]]:
     """Yields the embedding passes of the encoders that trainings learn from."""
-    for teacher, reads_texts in config.teachers.items():
+    for teacher, parts in config.teachers.items():
         each, title = measure_teacher(teacher), f"teacher {teacher}, embed"
-        yield _embedding(
-            f"{title} images", 0, samples["number"], each["image"], None, config, speed
-        )
-        if reads_texts:
+        if "image_features" in parts:
+            images = samples["number"], each["image"]
+            yield _embedding(f"{title} images", 0, *images, None, config, speed)
+        if "text_features" in parts:
             texts = samples["captions"], each["text"] or 0
             yield _embedding(f"{title} captions", 0, *texts, None, config, speed)
 
@@ -236,9 +236,10 @@ def _of_samples(
         dim = measured["width"] or dim
     captions = (samples["captions"] or 0) * _num_texts(config)
     values = number * stages * dim + captions * measured["embed_dim"]
-    for teacher, reads_texts in config.teachers.items():
-        texts = reads_texts * (samples["captions"] or 0)
-        values += (number + texts) * measure_teacher(teacher)["width"]
+    for teacher, parts in config.teachers.items():
+        rows = number * ("image_features" in parts)
+        rows += (samples["captions"] or 0) * ("text_features" in parts)
+        values += rows * measure_teacher(teacher)["width"]
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize
     return {"embeddings": item * values, "clusters": labels + sum(config.clusters) * dim * 4}

@@ -59,7 +59,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     Takes a second for a large model; a second call with equal options returns the same result.
     """
     stages = config.num_stages, config.cluster, config.image_rows, config.train.lock
-    read = config.model_of(name), config.device, config.seed, stages, name, options, machine.ranks
+    models = config.model, config.model_of(name)
+    read = models, config.device, config.seed, stages, name, options, machine.ranks
     if (key := repr(read)) not in _measured:
         _measured[key] = _measure(config, name, options, machine)
     return copy.deepcopy(_measured[key])

@@ -446,8 +446,10 @@ class RunPaths:
 
     def encoder(self, name: str | None) -> Path:
         """The folder with a teacher's export and embeddings; of None that of stage 0."""
-        below = "stage_0" if name is None else f"teachers/{name.replace('/', '_')[-100:]}"
-        return self.run_dir / below
+        if name is None:
+            return self.run_dir / "stage_0"
+        mark = f"-{files.digest_json(name)[:6]}" if "/" in name else ""  # a_b is not a/b
+        return self.run_dir / "teachers" / f"{name.replace('/', '_')[-100:]}{mark}"
 
     def embeddings(self, stage: int) -> Path:
         """Image embeddings of a stage."""

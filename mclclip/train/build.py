@@ -178,7 +178,7 @@ def build_trainer(
     grouped, known_bad = collectives.on_main(groups.read)
     plan = training.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    sizes = options.image_sizes(total, plan.steps_per_epoch)
+    sizes = options.image_sizes(total, grouped.num_draws / options.global_batch)
     operations = [(first, count_operations(size)) for first, size in sizes]
     if options.engine.compile == "step":
         module.compile()

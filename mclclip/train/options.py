@@ -155,12 +155,13 @@ class TrainConfig:
         """The image sizes of ``image_size``, each once."""
         return [*dict.fromkeys(part.size for part in self.image_size)]
 
-    def image_sizes(self, total: int, steps_per_epoch: int) -> list[tuple[int, int | None]]:
+    def image_sizes(self, total: int, steps_per_epoch: float) -> list[tuple[int, int | None]]:
         """Returns the first step of each image size of a training of ``total`` steps, with the
         size; None: the model's own.
 
         Epochs are shares of the steps, so that a control changes the size at the same steps; where
-        ``steps`` is set they are ``steps_per_epoch`` each.
+        ``steps`` is set they are ``steps_per_epoch`` each, the samples divided by the batch, which
+        depends on no groups.
         """
         per_epoch = total / self.epochs if self.steps is None else steps_per_epoch
         starts, epochs = list[tuple[int, int | None]](), 0.0

@@ -36,8 +36,9 @@ from mclclip.data.samples import TarDataset, tokenize
 from mclclip.data.text_rows import KIND, TextRows
 from mclclip.export import ExportStep
 from mclclip.models import memory, weights
+from mclclip.models.clip import is_without_weights
 from mclclip.models.encoder import Encoder, counts_of, load_model
-from mclclip.models.encoder_names import RANDOM, identify_encoder, split_name
+from mclclip.models.encoder_names import RANDOM, READS_ROWS, identify_encoder, split_name
 from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
@@ -89,15 +90,15 @@ def run(
     layout, every = RunPaths.of(config), (config, *readers)
     index = SampleIndex.open(layout.index)
     texts: list[HardCaptions | None] = []
+    parts = set[str]().union(*(reader.teachers.get(encoder or "", set()) for reader in every))
     if encoder is not None:
-        texts = [None] if any(reader.teachers.get(encoder) for reader in every) else []
+        texts = [None] if "text_features" in parts else []
     elif stage == 0:
         texts = [edits for reader in every for edits in reader.stored_texts]
     if text is not None:
         texts = [None, *texts] if text else []
-    if texts:
-        if without := len(index.without_caption("embed with text")):
-            log.info("embed: %d of %d samples have no caption to embed", without, len(index))
+    if texts and (without := len(index.without_caption("embed with text"))):
+        log.info("embed: %d of %d samples have no caption to embed", without, len(index))
     folder = layout.stage(stage) if encoder is None else layout.encoder(encoder)
     how, options = Pass(config, context, layout, index, stage, folder, encoder), config.embed
     precision = options.dtype, options.precision
@@ -108,7 +109,8 @@ def run(
         rows = ImageRows(config.image_rows.dtype, options.precision, blocks)
         how.embed(rows, layout.image_rows, force)
     feature = options.feature if encoder is None else "projected"
-    how.embed(Embeddings(*precision, feature), folder / "embeddings", force)
+    if not parts or "image_features" in parts:  # an exact teacher sees the crops instead
+        how.embed(Embeddings(*precision, feature), folder / "embeddings", force)
     for edits in texts:
         step = TextEmbeddings(*precision, None if edits is None else edits.drawn_by)
         directory = folder / "text_embeddings" if edits is None else directory_of(layout, edits)
@@ -235,7 +237,7 @@ def _export_teacher(encoder: str, directory: Path, force: Remake) -> None:
     joined = (path / weights.CONCAT).is_file()
     if not joined and tag is None:
         refuse_without_weights(name)
-    pretrained = None if tag == RANDOM else tag
+    pretrained = None if tag == RANDOM and is_without_weights(name) else tag
     identity = identify_encoder(ModelConfig(str(name), pretrained))
 
     def write(out: Path) -> dict[str, Any]:
@@ -343,7 +345,7 @@ class TextEmbeddings(Step[Pass]):
     def reads(self, how: Pass) -> dict[str, str]:
         """Returns the digests of the index, the encoder, and the rows that stand for texts."""
         inputs = how.inputs()
-        if how.config.model.text_rows:
+        if how.encoder is None and how.config.model.text_rows:
             inputs[KIND] = read_manifest(how.layout.text_rows, KIND).digest
         return inputs
 
@@ -352,6 +354,8 @@ class TextEmbeddings(Step[Pass]):
         model = how.load().to(how.context.device)
         source = how.source(model)
         if isinstance(model.tokenizer, TextRows):
+            if how.encoder is not None:
+                raise ValueError(f"{how.encoder} cannot embed captions: {READS_ROWS}")
             model.tokenizer = TextRows([how.layout.text_rows], model.tokenizer.width)
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
         per_caption = 1 if how.edits is None else how.edits.per_caption

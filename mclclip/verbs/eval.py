@@ -471,7 +471,7 @@ def run(
             f"{config.run_dir} has no exports: run 'mclclip export' first, or name a model, "
             "such as --model ViT-B-32@openai"
         )
-    widths = sorted({*widths} or config.train.objective.reads.widths)
+    widths = sorted({*widths} or config.widths)
     rows = evaluate(config, context, encoders, benchmarks=benchmarks, force=force, widths=widths)
     if context.is_main:
         names = {name_at(name, width) for name in encoders for width in (None, *widths)}

@@ -104,7 +104,8 @@ def _export_stage(config: Config, stage: int, variant: str, force: Remake) -> Pa
         ema = None if options.ema_decay is None else config.export.ema
     else:
         encoder_fields = identify_encoder(config.model)
-        seed = None if config.model.pretrained else config.seed
+        has_random = not config.model.pretrained or bool(config.model.text_rows)
+        seed = config.seed if has_random else None
         if config.model.pretrained is None and is_without_weights(config.model.name):
             beside = "" if config.model.image_weights is None else " beside model.image_weights"
             log.warning("stage 0 has random weights%s: model.pretrained and base are null", beside)

@@ -264,8 +264,8 @@ class Race:
         """Makes links to the base's artifacts in the run of ``config``, and copies the base's
         figures. A control that permutes labels gets links to the labels of the remedy mcl too."""
         base, run_dir = Path(self.base_of(seed).run_dir), Path(config.run_dir)
-        names = [name for name in ("index", "stage_0", "teachers") if (base / name).is_dir()]
-        shared = {name: base / name for name in names}
+        names = ("index", "stage_0", "teachers", "text_rows", "eval_text_rows")
+        shared = {name: base / name for name in names if (base / name).is_dir()}
         sources = {1: base}
         if config.controls == ["random_groups"]:
             mcl = self.folder(next(r for r in self.remedies if not r.overrides), seed)

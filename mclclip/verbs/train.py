@@ -25,7 +25,7 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import KIND
-from mclclip.models import weights
+from mclclip.models.encoder_names import identify_encoder
 from mclclip.models.options import ModelConfig
 from mclclip.plan.memory import count_operations
 from mclclip.ranks import collectives
@@ -37,7 +37,7 @@ from mclclip.train import build
 from mclclip.train.inputs import StageTraining, TrainingInputs, read_inputs
 from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
-from mclclip.util.files import digest_file, move_aside
+from mclclip.util.files import digest_json, move_aside
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -110,10 +110,10 @@ class Training(Step[StageTraining]):
             digests["attribute"] = training.classes.digest
         if training.weights is not None:
             digests["weights"] = training.weights.digest
-        file = training.config.model_of(training.name).image_weights
         # In later stages the base's digest stands for it.
-        if file is not None and (training.stage == 0 or training.config.trained_model is not None):
-            digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
+        if training.stage == 0 or training.config.trained_model is not None:
+            model = training.config.model_of(training.name)
+            digests["model"] = digest_json(identify_encoder(model))
         if training.text_rows is not None:
             digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         for name, (encoder, what) in reads.stored.items():

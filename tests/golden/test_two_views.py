@@ -67,5 +67,5 @@ def test_supcon_is_that_of_pytorch_metric_learning(temperature: float, num_views
         found: Tensor = loss(torch.cat(views), classes.repeat(num_views))
         return found
 
-    objective = SupervisedContrast(Temperature(temperature), num_views)
+    objective = SupervisedContrast(num_views, temperature=Temperature(temperature))
     agree(batch, objective, theirs)

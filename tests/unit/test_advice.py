@@ -13,6 +13,7 @@ import pytest
 
 from mclclip import config
 from mclclip.cli import entry, flag_parser, flags
+from mclclip.cli.flag_parser import requires_stage
 from mclclip.util import advice
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,8 +117,8 @@ def refused(text: str) -> list[str]:
     wrong = [] if len(offered) == len(ANY_COMMAND.findall(text)) else [text]
     for verb, words in offered:
         values = re.sub(rf"{UNKNOWN}|%[ds]", "0", words).split()
-        needs_stage = any(a.dest == "stage" and a.required for a in VERBS[verb]._actions)
-        stage = ["--stage", "0"] * (needs_stage and "--stage" not in values)
+        has_one = {"--stage", "--encoder"} & {*values}
+        stage = ["--stage", "0"] * (requires_stage(VERBS[verb]) and not has_one)
         try:
             if values or verb not in ALONE:
                 VERBS[verb].parse_args([*values, *stage])

@@ -332,6 +332,7 @@ def test_embeddings_that_are_not_finite_are_made_again_as_advised(
 
     with monkeypatch.context() as patched:
         patched.setattr(embed, "unit", spoiled)
+        patched.setattr(embed, "_refuse_not_finite", lambda rows: None)
         embed.run(config, SINGLE, stage=0, force=Remake.ALL)
     with pytest.raises(ValueError, match="hold NaN or infinite.*'mclclip embed --force'"):
         cluster.run(config, SINGLE, stage=0, force=Remake.ALL)

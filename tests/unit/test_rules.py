@@ -79,6 +79,8 @@ CASES = [
          then="train.cached_text=false"),
     case("train.start", f"{HELD} | train.start=previous", then="train.start=base"),
     case("model.projector", f"{HELD} | model.projector=[4]", then="model.projector=[]"),
+    case("train.objective.widths", "train.objective={kind: info_nce, widths: [4096]}",
+         then="train.objective.widths=[4]"),
     case("model.projector", f"{VIEWS} | train.objective.widths=[4] | model.projector=[8]",
          then="model.projector=[]"),
     case("embed.feature", f"{HELD} | embed.feature=pooled", then=HELD_EXACTLY),
@@ -132,6 +134,9 @@ CASES = [
     case("trained_model.text", f"{MLCD} | train.objective.centers=normal | export.soup=false | "
          "export.concat=[] | trained_model={name: ViT-B-32, long_context: true, text: false}",
          then="trained_model.text=true"),
+    case("trained_model.text_rows",
+         f"model.text_rows=[a.npy] | {OTHER} | trained_model.text_rows=[b.npy]",
+         then="trained_model.text_rows=[a.npy]"),
     case("eval.text_rows", "eval.text_rows=[a.npy]", then="model.text_rows=[b.npy]"),
     case("train.sentences", f"{ROWS} | train.sentences={{number: 1}}",
          then="train.sentences=null"),

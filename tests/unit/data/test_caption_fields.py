@@ -89,7 +89,7 @@ def test_a_field_is_drawn_as_often_as_asked_among_those_that_are_there(tmp_path:
 def test_tokens_and_stored_features_are_of_the_same_caption(tmp_path: Path) -> None:
     found = indexed(settled(tmp_path))
     (tmp_path / "texts").mkdir()
-    rows = np.arange(found.num_captions.sum(), dtype=np.float32)[:, None]
+    rows = 1 + np.arange(found.num_captions.sum(), dtype=np.float32)[:, None]
     for number, shard in enumerate(found.shards):
         own = slice(found.caption_start[shard.start], found.caption_start[shard.stop])
         np.save(tmp_path / "texts" / f"{number:05d}.npy", rows[own])
@@ -105,7 +105,7 @@ def test_tokens_and_stored_features_are_of_the_same_caption(tmp_path: Path) -> N
     for step in range(60):
         a, b = tokens[step], stored[step]
         texts = [text_of(row) for row in a.text]
-        assert texts == [captions[int(row)] for row in b.text_features[:, 0]]
+        assert texts == [captions[int(row) - 1] for row in b.text_features[:, 0]]
         assert all(int(t.split()[0]) == n for t, n in zip(texts, a.sample_id.tolist(), strict=True))
         seen |= {t.split()[1] for t in texts}
     assert seen == {"long", "short", "tags"}

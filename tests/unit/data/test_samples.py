@@ -358,11 +358,11 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
 
 
 def write_text_features(directory: Path, index: SampleIndex, dtype: str) -> None:
-    """Row content: (sample_id, caption number), so that a wrong row shows."""
+    """Row content: (sample_id, caption number, 1), so that a wrong row shows."""
     directory.mkdir()
     for number, shard in enumerate(index.shards):
         ids = range(shard.start, shard.stop)
-        rows = [(i, k) for i in ids for k in range(int(index.num_captions[i]))]
+        rows = [(i, k, 1) for i in ids for k in range(int(index.num_captions[i]))]
         np.save(directory / f"{number:05d}.npy", np.array(rows, dtype=dtype))
 
 
@@ -375,11 +375,11 @@ def test_every_caption_finds_its_row(tmp_path: Path, dtype: str) -> None:
         for sample_id in np.random.default_rng(0).permutation(NUM_SAMPLES).tolist():
             for number in range(len(captions_of(sample_id))):
                 row = features.get(sample_id, number)
-                assert row.dtype == dtype and row.tolist() == [sample_id, number]
+                assert row.dtype == dtype and row.tolist() == [sample_id, number, 1]
             with pytest.raises(AssertionError):
                 features.get(sample_id, len(captions_of(sample_id)))
     copy = pickle.loads(pickle.dumps(features))
-    assert copy.get(8, 2).tolist() == [8, 2]
+    assert copy.get(8, 2).tolist() == [8, 2, 1]
     assert len(pickle.dumps(features)) < 2_000
 
 
@@ -392,7 +392,7 @@ def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
     assert isinstance(raw, RawSample) and raw.text == b""
     sample = dataset.decode(raw, caption_number=2)
     assert isinstance(sample, Sample) and sample.text is None
-    assert sample.text_features is not None and sample.text_features.tolist() == [8, 2]
+    assert sample.text_features is not None and sample.text_features.tolist() == [8, 2, 1]
 
 
 def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:

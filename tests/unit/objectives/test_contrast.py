@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def test_excess_is_exact_for_large_differences() -> None:
 def run(name: str, batch: loops.Batch) -> dict[str, Tensor]:
     options = options_of(name)
     precision = "float64" if batch.first.dtype == torch.float64 else "fp32"
-    loss = options.build(ObjectiveInputs(None, SINGLE, 0, precision))
+    model = SimpleNamespace(feature_dim=batch.first.shape[1])
+    loss = options.build(ObjectiveInputs(model, SINGLE, 0, precision))
     second = "text_features" if options.between == "captions" else "image_features_1"
     return batch.run(loss, second)
 
@@ -124,11 +126,11 @@ def test_the_estimate_has_a_floor(scale: float) -> None:
     with torch.no_grad():
         batch.second.copy_(batch.first)
     tight, untied = (HardOptions(between="views", beta=0.0, tau_plus=tau) for tau in (0.9, 0.0))
-    found = batch.run(HardNegatives(tight, Temperature(1 / scale)))["loss"].detach()
+    found = batch.run(HardNegatives(tight, temperature=Temperature(1 / scale)))["loss"].detach()
     assert found > 0
     loops.close(found, floor(batch, scale).detach())
     assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
-    loose = batch.rows(slice(None)).run(HardNegatives(untied, Temperature(1 / scale)))
+    loose = batch.rows(slice(None)).run(HardNegatives(untied, temperature=Temperature(1 / scale)))
     assert loose["loss"] > found
 
 
@@ -150,7 +152,7 @@ def test_either_direction_alone() -> None:
 
 
 def supcon(num_views: int = 2) -> SupervisedContrast:
-    return SupervisedContrast(Temperature(0.5), num_views)
+    return SupervisedContrast(num_views, temperature=Temperature(0.5))
 
 
 def test_one_view_without_any_positive_has_no_loss_and_no_gradient() -> None:
