@@ -31,7 +31,7 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
             joined = (weights.CONCAT, weights.CONCAT_WEIGHTS)
             fields["name"] = files.digest_json([files.digest_file(path / name) for name in joined])
         elif path.is_dir():
-            config = files.read_json(path / weights.CONFIG)
+            config = weights.read_config(path)
             parts = [config.get(name) for name in ("model_cfg", "preprocess_cfg")]
             digest = files.digest_file(weights.find_weights(path))
             fields["name"] = files.digest_json([*parts, digest])
@@ -45,6 +45,13 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
             weights.checked_image_weights(model.image_weights)
         )
     return fields
+
+
+def digests_of_files(model: ModelConfig) -> dict[str, str]:
+    """Returns the digests of the files that ``name``, ``pretrained`` and ``image_weights`` stand
+    for, by these names; none for what open_clip names."""
+    fields, names = identify_encoder(model), ("name", "pretrained", "image_weights")
+    return {n: fields[n] for n in names if fields.get(n) not in (None, getattr(model, n))}
 
 
 def check_encoder(name: str, *, text: bool) -> None:

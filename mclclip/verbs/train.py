@@ -25,7 +25,7 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import KIND
-from mclclip.models.encoder_names import identify_encoder
+from mclclip.models.encoder_names import digests_of_files
 from mclclip.models.options import ModelConfig
 from mclclip.plan.memory import count_operations
 from mclclip.ranks import collectives
@@ -37,7 +37,7 @@ from mclclip.train import build
 from mclclip.train.inputs import StageTraining, TrainingInputs, read_inputs
 from mclclip.train.loop import Evaluate, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
-from mclclip.util.files import digest_json, move_aside
+from mclclip.util.files import move_aside
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -113,7 +113,7 @@ class Training(Step[StageTraining]):
         # In later stages the base's digest stands for it.
         if training.stage == 0 or training.config.trained_model is not None:
             model = training.config.model_of(training.name)
-            digests["model"] = digest_json(identify_encoder(model))
+            digests |= {f"model.{name}": digest for name, digest in digests_of_files(model).items()}
         if training.text_rows is not None:
             digests[KIND] = artifacts.read_manifest(layout.text_rows, KIND).digest
         for name, (encoder, what) in reads.stored.items():

@@ -294,7 +294,7 @@ WRONG = [
     wrong("supcon", "num_views", num_views=3),
     wrong("sigmoid", "between", between="texts"),
     *(
-        wrong(kind, "near_copies.role=positives is for", near_copies={"role": "positives"})
+        wrong(kind, "near_copies: role=positives is for", near_copies={"role": "positives"})
         for kind in ("ifm", "hcl", "nt_xent")
     ),
     *(
@@ -305,7 +305,7 @@ WRONG = [
     wrong("info_nce", "near_copies.threshold", near_copies={"threshold": 0.0}),
     wrong("info_nce", "near_copies.margin", near_copies={"margin": -0.1}),
     wrong("info_nce", "leave one out", near_copies={"margin": 0.1, "threshold": 0.9}),
-    wrong("info_nce", "near_copies.of=pairs", near_copies={"of": ["pairs"]}),
+    wrong("info_nce", "near_copies: of=", near_copies={"of": ["pairs"]}),
     wrong("info_nce", "each of them once", near_copies={"of": ["captions", "captions"]}),
     wrong("info_nce", "near_copies.of", near_copies={"of": []}),
     wrong("info_nce", "near_copies.of", near_copies={"of": ["images"]}),
