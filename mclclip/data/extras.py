@@ -314,10 +314,11 @@ class EqualRows:
 
 @dataclass(frozen=True)
 class SurveyedBatch:
-    """Some rows of a global batch, before their pictures are read.
+    """Holds some rows of a global batch, before their pictures are read.
 
     ids, group_ids, captions   int64 [n]: samples, their groups, and the number of the drawn caption
-    parts                      per row what is drawn of the caption; None: the whole
+    parts                      for each row a function that cuts the caption to the drawn sentences;
+                               None: the caption stays whole
     """
 
     ids: Integers

@@ -82,13 +82,8 @@ def settings(
 
 
 def _names_objective(entry: ParameterConfig) -> bool:
-    """True if one of a pattern's alternatives names parameters of the objective."""
+    """Returns True if one of a pattern's alternatives names parameters of the objective."""
     return any(part.strip().startswith(_OBJECTIVE) for part in entry.match.split("|"))
-
-
-def _is_of_objective(entry: ParameterConfig) -> bool:
-    """True if all of a pattern's alternatives name parameters of the objective."""
-    return all(part.strip().startswith(_OBJECTIVE) for part in entry.match.split("|"))
 
 
 def freeze(model: Model, parameters: Sequence[ParameterConfig]) -> None:
@@ -114,12 +109,16 @@ def describe_groups(
 
     `module` holds model and objective. A row has `name` (the part, followed by ", frozen" for what
     has no gradient), `lr` as [lowest, highest], at its peak, `weight_decay`, and the numbers of
-    `tensors` and of `weights`. Raises ValueError for a pattern that matches no parameter of the
-    objective.
+    `tensors` and of `weights`. Raises ValueError for a pattern that names the objective and matches
+    no parameter.
     """
-    of_objective = [entry for entry in parameters if _is_of_objective(entry)]
-    all_names = [(name,) for name, _ in module.named_parameters() if name.startswith(_OBJECTIVE)]
-    refuse_unmatched(of_objective, all_names)
+    patterns = [entry for entry in parameters if _names_objective(entry)]
+    all_names: list[tuple[str, ...]] = [
+        (name,) for name, _ in module.named_parameters() if name.startswith(_OBJECTIVE)
+    ]
+    models = [inner for inner in module.modules() if isinstance(inner, Model)]
+    all_names += [m.tensor_names(name) for m in models for name, _ in m.named_parameters()]
+    refuse_unmatched(patterns, all_names)
     all_settings = settings(module, weight_decay, parameters)
     rows: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():

@@ -135,9 +135,8 @@ def pairs_of(
     batch is this rank's ``alone``.
     """
     gather = (lambda x: x) if alone else collectives.gather
-    first = 0 if alone else collectives.rank() * len(batch.sample_id)
-    groups, ids = batch.group_ids[:, 0], batch.sample_id
-    pairs = Pairs(groups, ids, gather(groups), gather(ids), first, tile)
+    marks = batch.group_ids[:, 0], batch.sample_id
+    pairs = Pairs(*marks, *marks, 0, tile) if alone else Pairs.over_ranks(*marks, tile)
     if near is None:
         return pairs
     if near.by_bytes:

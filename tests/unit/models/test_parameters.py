@@ -133,6 +133,14 @@ def test_a_pattern_of_the_objective_is_looked_for_in_the_objective(vit: Model) -
     assert {tuple(row["lr"]) for row in rows if row["name"] == "objective"} == {(1.0, 1.0)}
     with pytest.raises(ValueError, match=r"objective\.head"):
         describe_groups(module, 0.5, [unknown], 0.1)
+    # One alternative suffices, also one of the model; if none is there, the pattern is refused.
+    mixed = entry("objective.head.*|image.*", lr_scale=0.5)
+    none = entry("objective.head.*|imag.*", lr_scale=0.5)
+    module = WithObjective(prepare(vit, mixed, none))
+    rows = describe_groups(module, 0.5, [mixed], 0.1)
+    assert {tuple(row["lr"]) for row in rows if row["name"] == "image"} == {(0.25, 0.25)}
+    with pytest.raises(ValueError, match=r"imag\.\*"):
+        describe_groups(module, 0.5, [none], 0.1)
 
 
 def test_an_entry_without_a_property_is_refused() -> None:
