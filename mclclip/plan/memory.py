@@ -352,7 +352,7 @@ def count_operations(
     It counts the forward and backward passes of all views and texts, by torch's formulas
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
-    once, is shared by the two samples. ``trainee`` lies on ``device``, before an engine wraps it;
+    once, is shared by the two samples. ``trainee`` lies on ``device``, before it is compiled or wrapped;
     its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
     stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
     """
@@ -367,7 +367,7 @@ def count_operations(
     buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with torch.compiler.set_stance("force_eager"), StepMeter() as meter:
+    with StepMeter() as meter:
         features = trainee(trainee.on_device(batch, device), lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(sums)

@@ -29,7 +29,7 @@ from mclclip.data.picture_transform import PictureTransform, as_transform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
-from mclclip.engines import build_engine
+from mclclip.engines import build_engine, choose_compile
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.encoder import Encoder, load_model
@@ -93,8 +93,6 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
     prepare_model(model, **options.model_arguments(), seed=config.seed)
     refuse_folded_norms(model)
     model.to(training.context.device)
-    if options.engine.compile == "model":
-        model.compile_blocks()
     if image_rows is not None:
         collectives.raise_on_every_rank(lambda: start_from_rows(model, image_rows))
     return model
@@ -180,11 +178,18 @@ def build_trainer(
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     sizes = options.image_sizes(total, grouped.num_draws / options.global_batch)
     operations = [(first, count_operations(size)) for first, size in sizes]
-    if options.engine.compile == "step":
+    blocks = module.model.blocks()
+    work = operations[-1][1] * total * options.global_batch / context.world_size
+    compiled = choose_compile(options.engine.compile, context.device, blocks, work)
+    if compiled == "model":
+        module.model.compile_blocks()
+    elif compiled == "step":
         module.compile()
+    if compiled != "none":
+        log.info("stage %d: torch compiles the %s", training.stage, compiled)
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=module.model.blocks(), outside=module.objective.outside(),
+        blocks=blocks, outside=module.objective.outside(),
         precision=options.precision, ema_decay=options.ema_decay,
         clip_grad_norm=options.clip_grad_norm,
     )  # fmt: skip
@@ -195,9 +200,8 @@ def build_trainer(
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
     _log_steps(training, plan, range(start, total), sizes, module.model.image_size)
-    work = Work(operations, choose_peak_tflops(context.device))
-    recorder = _build_recorder(training, plan, range(start, total), work, engine.leaves_out)
-    compiles = options.engine.compile != "off"
+    rates = Work(operations, choose_peak_tflops(context.device))
+    recorder = _build_recorder(training, plan, range(start, total), rates, engine.leaves_out)
     return Trainer(
         module=module, engine=engine, checkpoints=checkpoints, recorder=recorder,
         evaluation=evaluation, symptoms=Symptoms(module, engine, recorder),
@@ -211,7 +215,7 @@ def build_trainer(
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
         profiler=_build_profiler(training, total),
-        compile_steps={start, *(at for at, _ in sizes)} if compiles else set(),
+        compile_steps={start, *(at for at, _ in sizes)} if compiled != "none" else set(),
     )  # fmt: skip
 
 

@@ -95,7 +95,13 @@ def _packages() -> Iterator[Finding]:
     """Lists the versions of required and optional packages; fails if a required one is missing."""
     required: dict[str, str | None] = {"mclclip": __version__}
     extras: dict[str, str | None] = {}
-    for line in metadata.requires("mclclip") or []:
+    try:
+        lines = metadata.requires("mclclip") or []
+    except metadata.PackageNotFoundError:  # of a checkout on PYTHONPATH
+        where = f"mclclip {__version__} is not installed, so that its packages are not compared"
+        yield finding("versions", where)
+        return
+    for line in lines:
         if '"dev"' not in line:
             name = re.split(r"[^\w.-]", line)[0]
             (extras if "extra ==" in line else required)[name] = _version(name)

@@ -189,7 +189,7 @@ def killed(where: Where, precision: str, saving: str = "", compiled: str = "") -
     if compiled and not where.on_gpu and "MCLCLIP_SLOW" not in os.environ:
         raise Skip("compiles for a minute on a CPU: set MCLCLIP_SLOW=1")
     options = [
-        f"base.engine.compile={compiled or 'off'}",
+        f"base.engine.compile={compiled or 'none'}",
         f"base.precision={precision}",
         f"base.checkpoint.asynchronous={str(saving == 'asynchronous').lower()}",
         "base.log_every=1",

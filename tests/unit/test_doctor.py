@@ -70,6 +70,16 @@ def test_missing_packages_fail_and_missing_extras_do_not(
     assert finding.state == "ok" and "no-such-extra" in finding.text
 
 
+def test_a_checkout_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies on PYTHONPATH alone, as on a machine without a network."""
+
+    def requires(package: str) -> list[str]:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    assert state(tmp_path, "versions") == "ok" and not findings(tmp_path, "packages")
+
+
 @pytest.mark.parametrize(
     ("builds", "imported", "wanted"),
     [

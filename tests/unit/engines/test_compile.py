@@ -1,0 +1,75 @@
+"""What torch compiles: the option, or what the device, the model and its work allow."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mclclip import engines
+from mclclip.models.loading import load_towers
+from tests import tiny
+
+LONG = 1e18  # operations
+MOBILENET = tiny.MODEL | {
+    "vision_cfg": {"timm_model_name": "mobilenetv2_050", "timm_proj": "linear", "image_size": 32}
+}
+TIMM_VIT = tiny.MODEL | {
+    "vision_cfg": {
+        "timm_model_name": "vit_tiny_patch16_224",
+        "timm_proj": "linear",
+        "image_size": 32,
+    }
+}
+
+
+@pytest.mark.parametrize("option", ["none", "model", "step"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_asked_for_is_done(option: Any, device: str) -> None:
+    found = engines.choose_compile(option, torch.device(device), [], 0.0, compiler=False)
+    assert found == option
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "operations", "compiler", "wanted"),
+    [
+        ("cuda", tiny.MODEL, LONG, True, "model"),
+        ("cuda", TIMM_VIT, LONG, True, "model"),
+        ("cuda", tiny.MODEL, LONG, False, "none"),
+        ("cuda", tiny.MODEL, 1e16, True, "none"),
+        ("cuda", tiny.RESNET, LONG, True, "none"),
+        ("cuda", MOBILENET, LONG, True, "none"),
+        ("cpu", tiny.MODEL, LONG, True, "none"),
+    ],
+)
+def test_auto_is_for_long_trainings_of_transformers_on_a_gpu(
+    device: str, model: Any, operations: float, compiler: bool, wanted: str
+) -> None:
+    blocks = load_towers(model, seed=0).blocks()
+    assert engines.choose_compile("auto", torch.device(device), blocks, operations, compiler) == (
+        wanted
+    )
+
+
+def test_a_model_without_known_blocks_is_not_compiled() -> None:
+    assert engines.choose_compile("auto", torch.device("cuda"), [], LONG, True) == "none"
+
+
+def test_a_compiler_is_needed_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton builds its launchers by it: CC, or what is on the path."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not headers.exists():
+        pytest.skip("this Python has no headers")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert not engines.can_compile(triton=True)
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert engines.can_compile(triton=True)
+    assert not engines.can_compile(triton=False)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not engines.can_compile(triton=True)
