@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mclclip import engines
-from mclclip.engines import EngineConfig
+from mclclip.engines import EngineConfig, build
 from mclclip.engines.engine import Engine, MakeOptimizer
 from mclclip.ranks.process_group import Context
 
@@ -16,8 +15,8 @@ from mclclip.ranks.process_group import Context
 def build_engine(
     name: Any, module: nn.Module, make: MakeOptimizer, context: Context, **options: Any
 ) -> Engine:
-    """``engines.build_engine``; among its ``options`` are those of ``EngineConfig``."""
+    """``build.build_engine``; among its ``options`` are those of ``EngineConfig``."""
     own = {
         item.name: options.pop(item.name) for item in fields(EngineConfig) if item.name in options
     }
-    return engines.build_engine(EngineConfig(name=name, **own), module, make, context, **options)
+    return build.build_engine(EngineConfig(name=name, **own), module, make, context, **options)

@@ -16,28 +16,12 @@ import obstore
 from mclclip.checkpoint import step_files
 from mclclip.checkpoint.step_files import STATE, Damaged, parse_steps, path_of, temporary_of
 from mclclip.util import files
-from mclclip.util.options import protocol_of
 from mclclip.util.stores import open_folder, reason_of
 
 log = logging.getLogger("mclclip")
 
-_PROTOCOLS = (None, "s3", "gs", "az")
 _RETRIES, _TIMEOUT_S = 6, 60.0  # of one request to the store
 BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # bytes of one request, and parallel requests for one file
-
-
-def check_url(url: str) -> None:
-    """Raises ValueError for a mirror that is empty, of an unknown protocol, or holds a secret."""
-    if not url or protocol_of(url) not in _PROTOCOLS:
-        raise ValueError(
-            f"mirror={files.printable(url)!r} cannot be used: give a folder by its path, or a url "
-            "of s3://, gs:// or az://"
-        )
-    if protocol_of(url) is not None and ("?" in url or "@" in url):
-        raise ValueError(
-            f"mirror={files.printable(url.rpartition('@')[2])!r} holds a query or a password: "
-            "leave it out, and put it into the environment, since warnings show this url"
-        )
 
 
 class Mirror:

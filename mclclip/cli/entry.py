@@ -136,13 +136,15 @@ def _report(args: argparse.Namespace) -> object:
 def _config(args: argparse.Namespace) -> object:
     from mclclip import config
     from mclclip.config import explaining
-    from mclclip.eval import prompts
 
     if args.explain is not None:
         print(explaining.explain(args.explain))
         return None
     options = config.load(args.config, args.overrides)
-    prompts.check_suite(options.eval.suite)
+    if options.eval.suite:
+        from mclclip.eval import prompts  # pyarrow and pandas: half a second
+
+        prompts.check_suite(options.eval.suite)
     if args.plan:
         from mclclip.verbs import plan
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mclclip.engines import BUCKET
 from mclclip.engines.engine import Engine, MakeOptimizer
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 
-BUCKET = 50_000_000  # elements reduced at once; DeepSpeed's default would take a buffer of 2 GB
 KEPT_WHOLE = 100_000  # ZeRO-3 keeps parameters up to this many elements gathered
 
 Piece = tuple[int, Tensor]

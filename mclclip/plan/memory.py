@@ -352,9 +352,10 @@ def count_operations(
     It counts the forward and backward passes of all views and texts, by torch's formulas
     (`torch.utils.flop_counter`), and neither the loss nor what `engine.grad_checkpointing` and
     `engine.micro_batch` compute again. The product of an adapter's factors, which a step makes
-    once, is shared by the two samples. ``trainee`` lies on ``device``, before it is compiled or wrapped;
-    its weights and buffers do not change, and every step seeds dropout anew. ``cached_text``:
-    stored text features stand for captions. ``image_size``: of the pictures; None: the model's.
+    once, is shared by the two samples. ``trainee`` lies on ``device``, before it is compiled or
+    wrapped; its weights and buffers do not change, and every step seeds dropout anew.
+    ``cached_text``: stored text features stand for captions. ``image_size``: of the pictures; None:
+    the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
     batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.checkpoint import Checkpoints, path_of
+from mclclip.checkpoint.checkpoints import Checkpoints
+from mclclip.checkpoint.step_files import path_of
 from mclclip.config import to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan, total_steps
@@ -29,7 +30,7 @@ from mclclip.data.picture_transform import PictureTransform, as_transform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
-from mclclip.engines import build_engine, choose_compile
+from mclclip.engines.build import build_engine, choose_compile
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.encoder import Encoder, load_model
@@ -178,18 +179,11 @@ def build_trainer(
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     sizes = options.image_sizes(total, grouped.num_draws / options.global_batch)
     operations = [(first, count_operations(size)) for first, size in sizes]
-    blocks = module.model.blocks()
     work = operations[-1][1] * total * options.global_batch / context.world_size
-    compiled = choose_compile(options.engine.compile, context.device, blocks, work)
-    if compiled == "model":
-        module.model.compile_blocks()
-    elif compiled == "step":
-        module.compile()
-    if compiled != "none":
-        log.info("stage %d: torch compiles the %s", training.stage, compiled)
+    compiled = _compile(training, module, work)
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
-        blocks=blocks, outside=module.objective.outside(),
+        blocks=module.model.blocks(), outside=module.objective.outside(),
         precision=options.precision, ema_decay=options.ema_decay,
         clip_grad_norm=options.clip_grad_norm,
     )  # fmt: skip
@@ -215,8 +209,22 @@ def build_trainer(
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
         profiler=_build_profiler(training, total),
-        compile_steps={start, *(at for at, _ in sizes)} if compiled != "none" else set(),
+        compile_steps={start, *(at for at, _ in sizes)} if compiled else set(),
     )  # fmt: skip
+
+
+def _compile(training: StageTraining, module: ModelWithObjective, operations: float) -> bool:
+    """Makes torch compile what `choose_compile` says at its first run; returns whether it will."""
+    option, device = training.options.engine.compile, training.context.device
+    compiled = choose_compile(option, device, module.model.blocks(), operations)
+    if compiled == "none":
+        return False
+    log.info("stage %d: torch compiles the %s", training.stage, compiled)
+    if compiled == "model":
+        module.model.compile_blocks()
+    else:
+        module.compile()
+    return True
 
 
 def _log_steps(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mclclip.checkpoint import Checkpoints, Stateful
+from mclclip.checkpoint.checkpoints import Checkpoints, Stateful
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model

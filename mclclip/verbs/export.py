@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
@@ -114,7 +114,7 @@ def _export_stage(config: Config, stage: int, variant: str, force: Remake) -> Pa
 
     def write(directory: Path) -> dict[str, Any]:
         if is_trained:
-            state = checkpoint.trained_state(layout.train(stage), averaged=bool(ema))
+            state = step_files.trained_state(layout.train(stage), averaged=bool(ema))
             model = _load_stage(config, layout, stage, state)
         else:
             model = _load_start(config, layout, stage)
@@ -135,9 +135,9 @@ def write_step(config: Config, stage: int, variant: str, *, step: int, directory
     and replaces its content. Writes no manifest. One rank calls it; errors as of ``stage``."""
     layout = RunPaths.of(config, variant)
     checkpoints = layout.train(stage) / "checkpoints"
-    state = checkpoint.load_model_state(checkpoints, step)
+    state = step_files.load_model_state(checkpoints, step)
     if _options(config, stage).ema_decay is not None and config.export.ema:
-        state |= checkpoint.load_model_state(checkpoints, step, part="ema")
+        state |= step_files.load_model_state(checkpoints, step, part="ema")
     model = _load_stage(config, layout, stage, state)
     if directory.exists():
         shutil.rmtree(directory)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip.checkpoint import keep_finished
+from mclclip.checkpoint.step_files import keep_finished
 from mclclip.config import Config, TrainConfig, rules
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels

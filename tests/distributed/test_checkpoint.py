@@ -17,13 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mclclip.checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    load_model_state,
-    step_files,
-    steps,
-)
+from mclclip.checkpoint import CheckpointConfig, step_files
+from mclclip.checkpoint.checkpoints import Checkpoints
+from mclclip.checkpoint.step_files import load_model_state, steps
 from mclclip.engines.engine import Engine
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import seed_everything

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from mclclip.checkpoint import CheckpointConfig, Checkpoints
+from mclclip.checkpoint import CheckpointConfig
+from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.ranks import collectives

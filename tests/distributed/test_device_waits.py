@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.checkpoint import CheckpointConfig, Checkpoints
+from mclclip.checkpoint import CheckpointConfig
+from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer

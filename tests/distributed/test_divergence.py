@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.checkpoint import CheckpointConfig, Checkpoints
+from mclclip.checkpoint import CheckpointConfig
+from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.ranks import collectives
 from mclclip.run.recorder import NotFinite, Recorder

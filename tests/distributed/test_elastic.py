@@ -176,13 +176,13 @@ def test_the_same_ranks_end_bit_for_bit(
 
 def states(run_dir: Path) -> dict[str, bytes]:
     """The last checkpoint's weights and moments."""
-    from mclclip import checkpoint
+    from mclclip.checkpoint import step_files
 
     directory = run_dir / "stage_0/train/checkpoints"
     return {
         part + name: tensor.numpy().tobytes()
         for part in ("model.", "optimizer.")
-        for name, tensor in checkpoint.load_model_state(directory, STEPS, part[:-1]).items()
+        for name, tensor in step_files.load_model_state(directory, STEPS, part[:-1]).items()
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.config import Config
 from mclclip.verbs import index, texts, train
 from tests.distributed.conftest import here
@@ -25,7 +25,7 @@ def train_stage_zero(found: Config) -> dict[str, Any]:
     index.run(found, here())
     texts.run(found, here())
     directory = train.run(found, here(), stage=0)
-    state = checkpoint.load_model_state(directory / "checkpoints", STEPS)
+    state = step_files.load_model_state(directory / "checkpoints", STEPS)
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 

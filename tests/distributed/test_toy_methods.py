@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mclclip import checkpoint, config
+from mclclip import config
+from mclclip.checkpoint import step_files
 from mclclip.objectives import base
 from mclclip.ranks.process_group import SINGLE
 from mclclip.verbs import index, train
@@ -54,7 +55,7 @@ def test_the_verb_trains_and_saves_what_each_method_owns(
         index.run(options, SINGLE)
         directory = train.run(options, SINGLE, stage=0)
         lines = (directory / "metrics.jsonl").read_text().splitlines()
-        state = checkpoint.load_model_state(directory / "checkpoints", STEPS, part)
+        state = step_files.load_model_state(directory / "checkpoints", STEPS, part)
         return json.loads(lines[-1]), state
 
     _, momentum = trained({"kind": "toy_momentum", "momentum": 0.8}, "model")

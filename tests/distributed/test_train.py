@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, config
+from mclclip import config
+from mclclip.checkpoint import step_files
 from mclclip.config import Config
 from mclclip.data import patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -39,7 +40,7 @@ def train_stage_zero(options: dict[str, Any]) -> dict[str, Any]:
     settled: Config = config.from_tree(options)
     index.run(settled, here())
     directory = train.run(settled, here(), stage=0)
-    state = checkpoint.load_model_state(directory / "checkpoints", STEPS)
+    state = step_files.load_model_state(directory / "checkpoints", STEPS)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return {
         "weights": {name: tensor.numpy() for name, tensor in state.items()},

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from tests import tiny
 from tests.e2e.conftest import Started
 
@@ -112,7 +112,7 @@ def kill_in_training(command: list[str], run_dir: Path) -> None:
         last = int(word.partition("=")[2]) if word.startswith("num_stages=") else last
     run = Started(command, run_dir, run_dir.with_suffix(".log"))
     while run.launcher.poll() is None:
-        if checkpoint.steps(run_dir / f"stage_{last}/train/checkpoints"):
+        if step_files.steps(run_dir / f"stage_{last}/train/checkpoints"):
             for pid in run.processes():
                 os.kill(pid, signal.SIGKILL)
             run.gone_after_s()

@@ -107,7 +107,7 @@ class KillAfter:
     count: int
 
     def __call__(self) -> None:
-        from mclclip.checkpoint import Checkpoints
+        from mclclip.checkpoint.checkpoints import Checkpoints
         from mclclip.engines.engine import Engine
 
         owner = {"update": Engine, "save": Checkpoints}[self.what]

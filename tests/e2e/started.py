@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 
 TRAINING = Path("stage_0/train")
 # Columns of metrics.jsonl that do not hang on the machine.
@@ -15,7 +15,7 @@ KEPT = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_s
 
 def steps_of(run_dir: Path) -> list[int]:
     """The checkpoints of stage 0."""
-    return checkpoint.steps(run_dir / TRAINING / "checkpoints")
+    return step_files.steps(run_dir / TRAINING / "checkpoints")
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     directory, last = run_dir / TRAINING / "checkpoints", steps_of(run_dir)[-1]
     found: dict[str, Any] = {"step": last}
     for part in ("model", "optimizer"):
-        state = checkpoint.load_model_state(directory, last, part)
+        state = step_files.load_model_state(directory, last, part)
         found[part] = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
     found["rows"] = [[row[name] for name in KEPT] for row in rows_of(run_dir)]
     return found

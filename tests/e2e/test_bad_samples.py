@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -133,7 +133,7 @@ def test_a_resumed_run_replaces_them_alike(
     assert (tmp_path / "index" / "bad_samples.json").exists()
     shell.ok(*command)
     one, other = (
-        checkpoint.load_model_state(run_dir / "stage_0/train/checkpoints", STEPS)
+        step_files.load_model_state(run_dir / "stage_0/train/checkpoints", STEPS)
         for run_dir in (done.run_dir, tmp_path)
     )
     assert all(torch.equal(one[name], other[name]) for name in one)

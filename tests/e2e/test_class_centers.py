@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mclclip
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.eval import results
 from mclclip.models.loading import load_towers
 from tests import tiny
@@ -63,7 +63,7 @@ def state_of(run_dir: Path) -> dict[str, torch.Tensor]:
     return {
         f"{part}.{name}": tensor
         for part in ("model", "class_centers")
-        for name, tensor in checkpoint.load_model_state(directory, STEPS, part).items()
+        for name, tensor in step_files.load_model_state(directory, STEPS, part).items()
     }
 
 

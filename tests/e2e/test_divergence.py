@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Finished, Shell
@@ -83,7 +83,7 @@ def assert_good(directory: Path, steps: list[int]) -> None:
     assert [path.name for path in sorted(directory.iterdir())] == [
         f"step_{step:08d}" for step in steps
     ]
-    state = checkpoint.load_model_state(directory, steps[-1])
+    state = step_files.load_model_state(directory, steps[-1])
     assert state and all(bool(torch.isfinite(value).all()) for value in state.values())
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import checkpoint
-from mclclip.checkpoint import CheckpointConfig, Checkpoints
+from mclclip.checkpoint import CheckpointConfig, step_files
+from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.run import artifacts
 from tests import tiny
 from tests.distributed.conftest import RankPool
@@ -113,7 +113,7 @@ def test_two_ranks_keep_the_checkpoint_before(
     assert used < 2.2 * MIB  # what was half written is gone
     disk(folder, 6)
     assert ranks(2, save, directory, [4, 6], on_error, asynchronous) == [[], []]
-    assert checkpoint.steps(directory) == [6]
+    assert step_files.steps(directory) == [6]
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_a_training_on_a_full_disk(
 
     disk(directory, 64)
     shell.ok("train", "--stage", "0", "--config", config, option, ranks=ranks)
-    assert checkpoint.steps(directory) == [6]
+    assert step_files.steps(directory) == [6]
     assert artifacts.is_finished(run_dir / "stage_0/train")
 
 

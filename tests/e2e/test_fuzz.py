@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mclclip import checkpoint
 from mclclip import config as configuration
+from mclclip.checkpoint import step_files
 from mclclip.models.weights import digest_tensors
 from tests import damage, fuzzing, tiny
 from tests.e2e.conftest import Finished, Shell
@@ -47,7 +47,7 @@ def test_a_training_on_damaged_artifacts(shell: Shell, tmp_path: Path) -> None:
             command = [*verb.split(), "--config", path]
             if not ended_well(shell(*command, timeout_s=TIMEOUT_S), f"{what}, {verb}"):
                 return None
-        state = checkpoint.load_model_state(run_dir / "stage_1/train/checkpoints", 2)
+        state = step_files.load_model_state(run_dir / "stage_1/train/checkpoints", 2)
         return digest_tensors(state)
 
     shutil.copytree(prepared, run_dir)

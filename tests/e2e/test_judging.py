@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip import checkpoint
 from mclclip.checkpoint import step_files
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Send, Shell, at_call
@@ -79,7 +78,7 @@ def assert_same_training(one: Path, other: Path) -> None:
     assert kept[0] == kept[1]
     for step in kept[0]:
         states = [
-            checkpoint.load_model_state(name / TRAINING / "checkpoints", step)
+            step_files.load_model_state(name / TRAINING / "checkpoints", step)
             for name in (one, other)
         ]
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -111,8 +110,8 @@ def test_it_ends_early_and_keeps_the_best(shell: Shell, judged: Path) -> None:
     assert counts["steps"] == 4 and counts["exported_step"] == 2
     # One checkpoint is kept, and beside it the best one, which is exported.
     assert step_files.steps(judged / TRAINING / "checkpoints") == [2, 4]
-    best = checkpoint.load_model_state(judged / TRAINING / "checkpoints", 2)
-    exported = checkpoint.trained_state(judged / TRAINING, averaged=False)
+    best = step_files.load_model_state(judged / TRAINING / "checkpoints", 2)
+    exported = step_files.trained_state(judged / TRAINING, averaged=False)
     assert all(torch.equal(best[name], exported[name]) for name in best)
 
 
@@ -160,5 +159,5 @@ def test_an_evaluation_changes_nothing_of_the_training(
     assert [row["step"] for row in rows(on / "evaluations.jsonl")] == [2, 4, 6]
     digests = [json.loads((d / "manifest.json").read_text())["digest"] for d in (on, off)]
     assert digests[0] == digests[1]
-    states = [checkpoint.load_model_state(d / "checkpoints", 6) for d in (on, off)]
+    states = [step_files.load_model_state(d / "checkpoints", 6) for d in (on, off)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

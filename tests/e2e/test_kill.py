@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.run import artifacts
 from mclclip.util import files
 from tests import tiny
@@ -135,8 +135,8 @@ def check_disk(run_dir: Path) -> None:
         files.read_json(path)
     models_with_rows(run_dir)
     for directory in run_dir.rglob("checkpoints"):
-        for step in checkpoint.steps(directory):
-            assert checkpoint.load_model_state(directory, step)
+        for step in step_files.steps(directory):
+            assert step_files.load_model_state(directory, step)
 
 
 def check_log(log: str, finished_before: set[str], models_before: set[str]) -> None:

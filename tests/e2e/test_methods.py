@@ -11,7 +11,7 @@ import torch
 import yaml
 
 import mclclip
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.eval import results
 from tests import tiny, views
 from tests.e2e.conftest import KillAfter, Shell
@@ -102,12 +102,12 @@ def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method
     shell.ok("run", "--config", where)
     elsewhere = ["run", "--config", where, f"run_dir={tmp_path / 'killed'}"]
     shell(*elsewhere, inside=KillAfter("update", 3))
-    assert checkpoint.steps(tmp_path / "killed/stage_0/train/checkpoints") == [2]
+    assert step_files.steps(tmp_path / "killed/stage_0/train/checkpoints") == [2]
     shell(*elsewhere, inside=KillAfter("update", 2 + 3))
     shell.ok(*elsewhere)
     for stage in (0, 1):
         wanted, got = (
-            checkpoint.load_model_state(tmp_path / name / f"stage_{stage}/train/checkpoints", STEPS)
+            step_files.load_model_state(tmp_path / name / f"stage_{stage}/train/checkpoints", STEPS)
             for name in ("run", "killed")
         )
         assert wanted.keys() == got.keys()

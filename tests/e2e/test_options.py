@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak, kept
 
@@ -83,9 +83,9 @@ def test_adapters_are_merged_into_a_plain_export(shell: Shell, based: Any, tmp_p
 def test_the_moving_average_is_exported(shell: Shell, based: Any, tmp_path: Path) -> None:
     stage = stage_one(shell, based, tmp_path, "train.ema_decay=0.5")
     directory = stage / "train" / "checkpoints"
-    last = checkpoint.steps(directory)[-1]
-    average = checkpoint.load_model_state(directory, last, part="ema")
-    trained = checkpoint.load_model_state(directory, last)
+    last = step_files.steps(directory)[-1]
+    average = step_files.load_model_state(directory, last, part="ema")
+    trained = step_files.load_model_state(directory, last)
     name = "visual.transformer.resblocks.2.mlp.c_fc.weight"
     (key,) = [other for other in average if other.endswith(name)]
     got = tensors(stage)[name]

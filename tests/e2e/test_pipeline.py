@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mclclip
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.data.groups import GroupedIndex
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
@@ -196,7 +196,7 @@ def test_changed_option_is_refused_until_forced(shell: Shell, done: Run, tmp_pat
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load_model_state(run_dir / "stage_1/train/checkpoints", STEPS)
+    return step_files.load_model_state(run_dir / "stage_1/train/checkpoints", STEPS)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from tests.e2e.conftest import Finished, Send, Shell, Touch, at_call, state_of
 from tests.matrix import in_soak, kept
 
@@ -85,11 +85,11 @@ def train(config: Path, run_dir: Path, *options: str) -> list[object]:
 def weights(run_dir: Path) -> dict[str, str]:
     """The trained weights and moments, bit for bit."""
     directory = run_dir / "stage_0" / "train" / "checkpoints"
-    assert checkpoint.steps(directory)[-1] == STEPS
+    assert step_files.steps(directory)[-1] == STEPS
     return {
         part + name: tensor.numpy().tobytes().hex()
         for part in ("model.", "optimizer.")
-        for name, tensor in checkpoint.load_model_state(directory, STEPS, part[:-1]).items()
+        for name, tensor in step_files.load_model_state(directory, STEPS, part[:-1]).items()
     }
 
 
@@ -120,7 +120,7 @@ def test_a_signal_saves_and_leaves(
     assert "Traceback" not in "".join(left.stderrs)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["exit_code"], state["requeue"]) == ("preempted", 85, True)
-    saved = checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints")
+    saved = step_files.steps(tmp_path / "run/stage_0/train/checkpoints")
     assert saved in ([4], [5])  # at the boundary after next at the latest
     shell.ok(*train(indexed[0], tmp_path / "run"), ranks=ranks)
     assert state_of(tmp_path / "run")["state"] == "finished"
@@ -134,7 +134,7 @@ def test_the_first_interrupt_saves_and_the_same_command_goes_on(
     assert left.code == 85 and "Traceback" not in "".join(left.stderrs), left.stderrs
     state = state_of(tmp_path / "run")
     assert (state["state"], state["exit_code"], state["requeue"]) == ("preempted", 85, False)
-    assert checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints") in ([4], [5])
+    assert step_files.steps(tmp_path / "run/stage_0/train/checkpoints") in ([4], [5])
     shell.ok(*train(indexed[0], tmp_path / "run"))
     assert weights(tmp_path / "run") == undisturbed(1)
 
@@ -179,7 +179,7 @@ def test_save_now_saves_and_goes_on(shell: Shell, indexed: Any, tmp_path: Path) 
     done = disturbed(shell, indexed, tmp_path, ranks=2, inside=inside, options=[kept_all])
     assert done.code == 0, done.stderrs
     assert not request.exists()
-    steps = checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints")
+    steps = step_files.steps(tmp_path / "run/stage_0/train/checkpoints")
     assert len(steps) == 2 and steps[0] in (3, 4) and steps[1] == STEPS
 
 
@@ -197,7 +197,7 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
     left = disturbed(shell, indexed, tmp_path, options=["wall_time_s=0.001"])
     assert left.code == 85
     assert "the wall-time limit" in state_of(tmp_path / "run")["reason"]
-    assert checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints") == [2]
+    assert step_files.steps(tmp_path / "run/stage_0/train/checkpoints") == [2]
     shell.ok(*train(indexed[0], tmp_path / "run"))
     assert weights(tmp_path / "run") == undisturbed(1)
 

@@ -27,7 +27,8 @@ import mclclip.util.torchvision_fix  # noqa: F401
 import timm
 from safetensors.torch import save_file
 
-from mclclip import checkpoint, config
+from mclclip import config
+from mclclip.checkpoint import step_files
 from mclclip.config import Config
 from mclclip.data import patterns
 from mclclip.data.datasets.sources import array_sample, png_sample
@@ -269,7 +270,7 @@ def check(settled: Config, checkout: Path) -> None:
     assert not rows or {f"stage_{stage}" for stage in stages} <= {row.model for row in rows}
     for stage in stages if settled.base is not None else stages[1:]:
         directory = run / f"stage_{stage}/train"
-        assert checkpoint.steps(directory / "checkpoints")[-1] == STEPS
+        assert step_files.steps(directory / "checkpoints")[-1] == STEPS
         text = (directory / "metrics.jsonl").read_text()
         losses = [json.loads(row)["loss"] for row in text.splitlines()]
         assert len(losses) == STEPS and np.isfinite(losses).all()

@@ -26,7 +26,8 @@ from typing import Any
 
 import pytest
 
-from mclclip.checkpoint import path_of, step_files
+from mclclip.checkpoint import step_files
+from mclclip.checkpoint.step_files import path_of
 from mclclip.util import files
 from tests import tiny
 from tests.e2e.conftest import Shell, Started

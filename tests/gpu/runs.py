@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from mclclip import checkpoint, method
+from mclclip import method
+from mclclip.checkpoint import step_files
 from mclclip.config import Config, dump
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.sample_index import SampleIndex
@@ -228,10 +229,10 @@ def _mclclip(kill_after: int, *arguments: str) -> None:
 def _left(run_dir: Path) -> dict[str, Any]:
     """The last weights and moments of stage 0 by part, and the rows' losses."""
     directory = run_dir / "stage_0" / "train"
-    last = checkpoint.steps(directory / "checkpoints")[-1]
+    last = step_files.steps(directory / "checkpoints")[-1]
     found: dict[str, Any] = {"steps": last}
     for part in ("model", "optimizer"):
-        state = checkpoint.load_model_state(directory / "checkpoints", last, part)
+        state = step_files.load_model_state(directory / "checkpoints", last, part)
         found[part] = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     found["losses"] = [(row["step"], row["loss"], row["grad_norm"]) for row in rows]

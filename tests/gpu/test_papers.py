@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.ranks import signals
 from tests.gpu import papers
 from tests.matrix import in_soak
@@ -27,7 +27,7 @@ def call(out: Path, figure: papers.Figure, *words: str) -> int:
 
 def until(path: Path) -> Callable[[papers.Piece], bool]:
     """A piece that is over once a training has saved a step there."""
-    return lambda piece: bool(checkpoint.steps(path))
+    return lambda piece: bool(step_files.steps(path))
 
 
 @pytest.mark.parametrize("figure", [DIGITS, SHAPES], ids=lambda figure: figure.dataset)
@@ -67,7 +67,7 @@ def test_pieces_go_on_to_figures_beside_the_papers(
         own, beside = line[1 : 1 + len(published)], line[1 + len(published) :]
         assert all(0.0 <= float(value) <= 100.0 for value in own)
         assert [float(value) for value in beside] == list(published)
-    assert checkpoint.steps(run / "stage_2/train/checkpoints")[-1] == 20
+    assert step_files.steps(run / "stage_2/train/checkpoints")[-1] == 20
 
 
 def test_a_piece_is_over_in_time_and_when_it_is_asked(

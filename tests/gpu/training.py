@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mclclip.checkpoint import CheckpointConfig, Checkpoints
+from mclclip.checkpoint import CheckpointConfig
+from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine, FsdpEngine

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mclclip import checkpoint
+from mclclip.checkpoint import step_files
 from mclclip.util import shipped
 from tests import tiny
 from tests.matrix import in_soak
@@ -160,9 +160,9 @@ def check_same_end(job: Job, undisturbed: Job) -> None:
     assert len(exports) >= 4 and tiny.digests(job.run_dir) == exports
     for stage in (0, 1):
         folders = [run.run_dir / f"stage_{stage}/train/checkpoints" for run in (job, undisturbed)]
-        assert checkpoint.steps(folders[0])[-1] == checkpoint.steps(folders[1])[-1]
-        last = checkpoint.steps(folders[0])[-1]
-        ours, theirs = (checkpoint.load_model_state(folder, last) for folder in folders)
+        assert step_files.steps(folders[0])[-1] == step_files.steps(folders[1])[-1]
+        last = step_files.steps(folders[0])[-1]
+        ours, theirs = (step_files.load_model_state(folder, last) for folder in folders)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert job.recorded()["state"] == "finished"
@@ -204,7 +204,7 @@ def saved_when_left(job: Job, least: int) -> int:
     """The step that was saved because the run was asked to leave."""
     wait_until(lambda: job.recorded()["state"] == "preempted", START_S, job.report)
     assert job.recorded()["exit_code"] == 85
-    saved = checkpoint.steps(job.run_dir / "stage_1/train/checkpoints")[-1]
+    saved = step_files.steps(job.run_dir / "stage_1/train/checkpoints")[-1]
     assert least <= saved < STEPS and saved % 40, job.report()
     return saved
 

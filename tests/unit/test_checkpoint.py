@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import checkpoint, config
-from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
+from mclclip import config
+from mclclip.checkpoint import CheckpointConfig, step_files
+from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.run.artifacts import Artifact
 from mclclip.run.recorder import NotFinite
 from mclclip.util.stores import open_folder
@@ -172,32 +173,32 @@ def test_a_part_can_be_had_alone(tmp_path: Path) -> None:
     source = Source(3)
     source.state["ema.scale"] = torch.tensor(0.5)
     Checkpoints(tmp_path, CheckpointConfig(keep=1)).save(3, source)
-    model = checkpoint.load_model_state(tmp_path, 3)
+    model = step_files.load_model_state(tmp_path, 3)
     assert model.keys() == {"seen", *SIZES}
     assert all(torch.equal(value, source.state[f"model.{n}"]) for n, value in model.items())
-    assert checkpoint.load_model_state(tmp_path, 3, "ema") == {"scale": torch.tensor(0.5)}
+    assert step_files.load_model_state(tmp_path, 3, "ema") == {"scale": torch.tensor(0.5)}
     with pytest.raises(RuntimeError, match="no part 'text', only ema, model, optimizer"):
-        checkpoint.load_model_state(tmp_path, 3, "text")
+        step_files.load_model_state(tmp_path, 3, "text")
 
 
 def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run 'mclclip train' first"):
-        checkpoint.trained_state(tmp_path, averaged=False)
+        step_files.trained_state(tmp_path, averaged=False)
     artifact = Artifact.open(tmp_path, kind="train", config={}, inputs={})
     artifact.finish({"steps": 4})
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
-        checkpoint.trained_state(tmp_path, averaged=False)
+        step_files.trained_state(tmp_path, averaged=False)
     identity, source = {"digest": artifact.identity}, Source(4)
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), identity=identity)
     checkpoints.save(3, Source(3))
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
-        checkpoint.trained_state(tmp_path, averaged=False)
+        step_files.trained_state(tmp_path, averaged=False)
     source.state["ema.scale"] = torch.tensor(0.5)
     checkpoints.save(4, source)
     assert (
-        checkpoint.trained_state(tmp_path, averaged=False)["scale"] == source.state["model.scale"]
+        step_files.trained_state(tmp_path, averaged=False)["scale"] == source.state["model.scale"]
     )
-    averaged = checkpoint.trained_state(tmp_path, averaged=True)
+    averaged = step_files.trained_state(tmp_path, averaged=True)
     assert averaged["scale"] == 0.5
     assert torch.equal(averaged["tail.weight"], source.state["model.tail.weight"])
 
@@ -236,16 +237,16 @@ def test_a_finished_training_is_not_exported_with_the_checkpoint_of_another(tmp_
     identity = {"stage": 1, "variant": "mcl", "digest": artifact.identity}
     saved(tmp_path / "checkpoints", 4, identity=identity | {"stage": 0})
     with pytest.raises(RuntimeError, match="stage 0; this one has stage 1"):
-        checkpoint.trained_state(tmp_path, averaged=False)
+        step_files.trained_state(tmp_path, averaged=False)
     saved(tmp_path / "checkpoints", 4, identity=identity)
-    assert checkpoint.trained_state(tmp_path, averaged=False)
+    assert step_files.trained_state(tmp_path, averaged=False)
 
 
 # --- which are kept ----------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    assert checkpoint.steps(tmp_path / "none yet") == []
+    assert step_files.steps(tmp_path / "none yet") == []
     assert saved(tmp_path, 5, 10, 15, 100, keep=2).steps() == [15, 100]
     assert files(tmp_path) == ["step_00000015", "step_00000100"]
 
@@ -265,37 +266,38 @@ def test_of_a_finished_training_what_is_read_stays(tmp_path: Path) -> None:
     """The last and the exported step stay, and those of ``keep_every``, after a second call too."""
     folder = finished(tmp_path, 2, 4, 6, 8, 9, counts={"steps": 9, "exported_step": 4})
     for keep_every, left in ((3, [4, 6, 9]), (None, [4, 9]), (None, [4, 9])):
-        checkpoint.keep_finished(tmp_path, keep_every)
-        assert checkpoint.steps(folder) == left
+        step_files.keep_finished(tmp_path, keep_every)
+        assert step_files.steps(folder) == left
 
 
 @pytest.mark.parametrize("damaged", [4, 9])
 def test_of_a_finished_training_whose_end_is_damaged_all_stay(tmp_path: Path, damaged: int) -> None:
     folder = finished(tmp_path, 2, 4, 9, counts={"steps": 9, "exported_step": 4})
     os.truncate(folder / f"step_{damaged:08d}" / "__0_0.distcp", 100)
-    checkpoint.keep_finished(tmp_path, None)
-    assert checkpoint.steps(folder) == [2, 4, 9]
+    step_files.keep_finished(tmp_path, None)
+    assert step_files.steps(folder) == [2, 4, 9]
 
 
 @pytest.mark.parametrize("moment", ["os.rename", "shutil.rmtree"])
 def test_a_kill_while_old_steps_are_removed_loses_nothing(tmp_path: Path, moment: str) -> None:
     folder = finished(tmp_path, 2, 4, 9, counts={"steps": 9})
     program = (
-        "import os, shutil, signal, sys; from pathlib import Path; from mclclip import checkpoint\n"
+        "import os, shutil, signal, sys; from pathlib import Path\n"
+        "from mclclip.checkpoint import step_files\n"
         f"{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "checkpoint.keep_finished(Path(sys.argv[1]), None)"
+        "step_files.keep_finished(Path(sys.argv[1]), None)"
     )
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert checkpoint.steps(folder)[-1] == 9
-    checkpoint.keep_finished(tmp_path, None)
+    assert step_files.steps(folder)[-1] == 9
+    step_files.keep_finished(tmp_path, None)
     assert files(folder) == ["step_00000009"]
 
 
 def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None:
     for name in ("step_00000010", "step_100000000", "step_old", ".step_00000011.tmp", "steps"):
         (tmp_path / name).mkdir()
-    assert checkpoint.steps(tmp_path) == [10, 100_000_000]
+    assert step_files.steps(tmp_path) == [10, 100_000_000]
 
 
 # --- killed saves ------------------------------------------------------------------------------
@@ -304,7 +306,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from mclclip.util import files
-from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
+from mclclip.checkpoint import CheckpointConfig, step_files
+from mclclip.checkpoint.checkpoints import Checkpoints
 from tests.unit.test_checkpoint import Source
 
 def die(*args, **options):
@@ -342,7 +345,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(
     command = [sys.executable, "-c", KILLED, str(tmp_path), moment, str(asynchronous)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert checkpoint.steps(tmp_path) == [left]
+    assert step_files.steps(tmp_path) == [left]
     assert any(name.endswith(".tmp") for name in files(tmp_path))
 
     target = Source(1)
@@ -382,7 +385,7 @@ def test_the_one_before_is_used_instead_of_a_damaged_one(
     damage_of_six, _ = DAMAGE["data gone"]
     damage_of_six(tmp_path / "step_00000006")
     with pytest.raises(RuntimeError, match="step_00000008 cannot be read") as caught:
-        checkpoint.load_model_state(tmp_path, 8)
+        step_files.load_model_state(tmp_path, 8)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
     target = Source(1)

@@ -224,14 +224,35 @@ def test_help_needs_nothing_heavy() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-def test_checking_a_configuration_needs_no_models() -> None:
+MODELS = ("open_clip", "timm", "torchvision", "transformers")
+COMPILERS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor")
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["config", "run_dir=x"], [*MODELS, *COMPILERS, "pandas", "pyarrow"]),
+        (["index", "--config", "cc12m_vitb32", "run_dir=x"], [*MODELS, *COMPILERS]),
+        (["pack", "nothing", "--out", "x"], ["torch", *MODELS]),
+        (["compare", "nothing", "more"], ["torch", "pandas", *MODELS]),
+        (["finetune", "nothing", "--out", "x"], ["torch", "numpy", "pandas", *MODELS]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_first_line_needs_nothing_heavy(
+    words: list[str], heavy: list[str], tmp_path: Path
+) -> None:
     code = (
-        "import sys; from mclclip.cli import entry\n"
-        "heavy = {'open_clip', 'timm', 'torchvision', 'transformers'}\n"
-        "print(entry.main(['config', 'run_dir=x']), heavy.isdisjoint(sys.modules))"
+        "import json, sys; from mclclip.cli import entry\n"
+        "words, heavy = map(json.loads, sys.argv[1:])\n"
+        "code = entry.main(words); print(code, sorted(set(heavy) & set(sys.modules)))"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.splitlines()[-1] == "0 True"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(words), json.dumps(heavy)],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    wanted = 0 if words[0] == "config" else 2
+    assert shown.stdout.splitlines()[-1] == f"{wanted} []", shown.stderr
 
 
 def test_version(main: Any) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from mclclip import config
-from mclclip.checkpoint import CheckpointConfig, Checkpoints, load_model_state
+from mclclip.checkpoint import CheckpointConfig
+from mclclip.checkpoint.checkpoints import Checkpoints
+from mclclip.checkpoint.step_files import load_model_state
 from mclclip.config import Config
 from mclclip.engines.engine import Engine
 from mclclip.models import weights

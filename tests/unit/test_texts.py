@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, config, method
+from mclclip import config, method
 from mclclip.api import Run
+from mclclip.checkpoint import step_files
 from mclclip.config import Config
 from mclclip.data.bytes import Bytes
 from mclclip.data.sample_index import SampleIndex
@@ -95,7 +96,7 @@ def test_a_run_trains_embeds_joins_and_evaluates_on_rows(data: Path, tmp_path: P
 
 
 def _state(run_dir: Path, stage: int) -> dict[str, Any]:
-    return checkpoint.load_model_state(run_dir / f"stage_{stage}/train/checkpoints", STEPS)
+    return step_files.load_model_state(run_dir / f"stage_{stage}/train/checkpoints", STEPS)
 
 
 def test_a_sample_without_a_row_is_replaced_and_many_are_refused(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip import engines
+from mclclip.engines import build
 from mclclip.models.loading import load_towers
 from tests import tiny
 
@@ -29,7 +29,7 @@ TIMM_VIT = tiny.MODEL | {
 @pytest.mark.parametrize("option", ["none", "model", "step"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_asked_for_is_done(option: Any, device: str) -> None:
-    found = engines.choose_compile(option, torch.device(device), [], 0.0, compiler=False)
+    found = build.choose_compile(option, torch.device(device), [], 0.0, compiler=False)
     assert found == option
 
 
@@ -49,13 +49,13 @@ def test_auto_is_for_long_trainings_of_transformers_on_a_gpu(
     device: str, model: Any, operations: float, compiler: bool, wanted: str
 ) -> None:
     blocks = load_towers(model, seed=0).blocks()
-    assert engines.choose_compile("auto", torch.device(device), blocks, operations, compiler) == (
+    assert build.choose_compile("auto", torch.device(device), blocks, operations, compiler) == (
         wanted
     )
 
 
 def test_a_model_without_known_blocks_is_not_compiled() -> None:
-    assert engines.choose_compile("auto", torch.device("cuda"), [], LONG, True) == "none"
+    assert build.choose_compile("auto", torch.device("cuda"), [], LONG, True) == "none"
 
 
 def test_a_compiler_is_needed_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,11 +65,11 @@ def test_a_compiler_is_needed_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path
         pytest.skip("this Python has no headers")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert not engines.can_compile(triton=True)
+    assert not build.can_compile(triton=True)
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    assert engines.can_compile(triton=True)
-    assert not engines.can_compile(triton=False)
+    assert build.can_compile(triton=True)
+    assert not build.can_compile(triton=False)
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert not engines.can_compile(triton=True)
+    assert not build.can_compile(triton=True)

@@ -1,0 +1,80 @@
+"""Makes the engine of a training, and chooses what torch compiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from mclclip.engines import Compiled, EngineConfig
+from mclclip.engines.engine import Engine, FsdpEngine, MakeOptimizer
+from mclclip.engines.zero import DeepspeedEngine
+from mclclip.ranks.process_group import Context
+
+_WORTH_COMPILING = 1e17  # floating-point operations
+
+
+def choose_compile(
+    option: Compiled,
+    device: torch.device,
+    blocks: Sequence[nn.Module],
+    operations: float,
+    compiler: bool | None = None,
+) -> Literal["none", "model", "step"]:
+    """Chooses what torch compiles: the option, and for ``auto`` each of a model's ``blocks`` on a
+    GPU, if all are transformers' and Triton can compile (``compiler``; None: what is installed).
+
+    Blocks with convolutions gain little, and batch norms of several ranks wait for each other
+    inside. A training of fewer than 1e17 ``operations`` of this rank, five minutes of an H100,
+    would not win back the time that compiling takes.
+    """
+    if option != "auto":
+        return option
+    if device.type != "cuda" or not blocks or operations < _WORTH_COMPILING:
+        return "none"
+    if any(isinstance(m, _BatchNorm | _ConvNd) for block in blocks for m in block.modules()):
+        return "none"
+    return "model" if (can_compile() if compiler is None else compiler) else "none"
+
+
+def can_compile(triton: bool | None = None) -> bool:
+    """Returns True if Triton is there (``triton``; None: what is installed) and finds what it
+    builds its launchers with: a C compiler and Python's headers."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if triton is None:
+        triton = importlib.util.find_spec("triton") is not None
+    return triton and headers.exists() and any(shutil.which(name) for name in names)
+
+
+def build_engine(
+    how: EngineConfig,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    context: Context,
+    *,
+    blocks: Sequence[nn.Module] = (),
+    **options: Any,
+) -> Engine:
+    """The engine ``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` for ``module``.
+
+    A single process gets the plain ``Engine`` whatever the name. ``options`` are arguments of
+    ``Engine``. Raises ValueError for a missing package.
+    """
+    needed, options = (module, make_optimizer, context), options | {"micro_batch": how.micro_batch}
+    if how.name == "ddp" or context.world_size == 1:
+        return Engine(*needed, **options)
+    if how.name == "fsdp":
+        return FsdpEngine(*needed, blocks=blocks, shard_ranks=how.shard_ranks, **options)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'")
+    return DeepspeedEngine(*needed, zero_stage=how.zero_stage, **options)
