@@ -2,8 +2,9 @@
 
 Random weights, pictures and captions, so that only the step counts: forward, contrastive loss,
 backward, AdamW, on one device (the GPU where there is one). open_clip runs ``open_clip_train.main``
-on its synthetic data and reports its own time per batch, of which its loader's share is shown; ours
-is timed around ``Engine.update`` with the device waited for. Each runs in a process of its own, in
+on its synthetic data, one picture that is kept in memory (it would transform it for every sample),
+and reports its own time per batch, of which its loader's share is shown; ours is timed around
+``Engine.update`` with the device waited for. Each runs in a process of its own, in
 turn, open_clip's in the environment that ``make peers`` makes; memory is what torch has allocated
 on the GPU at most, or the process's resident set.
 """
@@ -36,7 +37,13 @@ THEIRS = """
 import sys
 import mclclip.util.torchvision_fix
 import torch
+from open_clip_train import data
 from open_clip_train.main import main
+def item(self, _):
+    if not hasattr(self, "kept"):
+        self.kept = self.transform(self.image), self.preprocess_txt(self.caption)
+    return self.kept
+data.SyntheticDataset.__getitem__ = item
 torch.set_num_threads(int(sys.argv[1]))
 main(sys.argv[2:])
 if torch.cuda.is_available():
@@ -58,6 +65,8 @@ class Setting:
     precision: str
     steps: int
     threads: int
+    groups: int = 1  # of ours
+    deterministic: bool = False  # ours
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Measured:
 def ours(setting: Setting) -> Measured:
     """In this process, which should be a fresh one."""
     torch.set_num_threads(setting.threads)
-    device = pick_device("auto")
+    device = pick_device("auto", deterministic=setting.deterministic)
     model = load_towers(setting.model, seed=0)
     model.lock(setting.image_blocks, True, True, text=False, logit_scale=True)
     model.to(device).train()
@@ -83,7 +92,7 @@ def ours(setting: Setting) -> Measured:
         partial(build_optimizer, weight_decay=0.2),
         Context(device=device),
     )
-    given = synthetic.batch(setting.batch, model.image_size).to(device)
+    given = synthetic.batch(setting.batch, model.image_size, setting.groups).to(device)
     spent = []
     for _ in range(WARM_UP + setting.steps):
         before = time.perf_counter()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,32 @@ def test_figures_have_a_table_and_json(
     figures = json.loads(path.read_text())["figures"]
     assert [figure["verdict"] for figure in figures] == ["ok", "FAIL"]
     assert figures[0]["rows"][0]["value"] == 1234.0
+
+
+# --- the queue ---
+
+
+def queue(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [running.ROOT / "tests/gpu/queue.sh", folder, *words],
+        capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable},
+    )  # fmt: skip
+
+
+def test_the_queue_lists_what_is_open(tmp_path: Path) -> None:
+    (tmp_path / "heads.json").write_text("{}")
+    listed = queue(tmp_path, "--list")
+    states = {line.split()[1]: line.split()[0] for line in listed.stdout.splitlines()}
+    assert listed.returncode == 0 and states.pop("heads") == "done"
+    assert len(states) >= 6 and set(states.values()) == {"open"}
+    assert queue(tmp_path, "--no-such-word").returncode == 2
+
+
+@pytest.mark.slow
+def test_a_step_of_the_queue_leaves_its_figures(tmp_path: Path) -> None:
+    (tmp_path / "checks.json").write_text("{}")
+    done = queue(tmp_path, "--next", "--tiny")
+    assert done.returncode == 0, done.stdout + (tmp_path / "heads.log").read_text()
+    figures = json.loads((tmp_path / "heads.json").read_text())["figures"]
+    assert len(figures) == 3 and all(figure["rows"] for figure in figures)
+    assert not (tmp_path / "beside_vit_l.json").exists()
