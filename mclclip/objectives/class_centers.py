@@ -264,12 +264,10 @@ class Margin:
 
 
 def choose_tile(device: torch.device, num_rows: int) -> tuple[int, int]:
-    """Chooses how many rows and classes of the scores are computed at a time: on a CPU what its
-    cache holds, on a GPU few kernels, with at most 2^26 scores (256 MiB)."""
-    if device.type == "cpu":
-        return 2048, 2048
+    """Chooses how many rows and classes of the scores are computed at a time: what a CPU's cache
+    holds; on a GPU as many as make few kernels, at most 2^26 scores (256 MiB)."""
     height = min(max(num_rows, 1), 8192)
-    return height, min(2**26 // height, 32_768)
+    return (2048, 2048) if device.type == "cpu" else (height, min(2**26 // height, 32_768))
 
 
 # Not compiled, because a compiler would unroll the loops over tiles, and compile again for every
@@ -397,8 +395,8 @@ class _ClassBatch:
         number = column // self.width * per_block + row // self.height
         order = number.argsort(stable=True)
         self._drawn = moved(row[order] % self.height), moved(column[order] % self.width)
-        num_tiles = per_block * -(-len(negatives) // self.width)
-        self._ends = [0, *torch.bincount(number, minlength=num_tiles).cumsum(0).tolist()]
+        tiles = per_block * -(-len(negatives) // self.width)
+        self._ends = [0, *torch.bincount(number, minlength=tiles).cumsum(0).tolist()]
 
     # --- sums ----------------------------------------------------------------------------------
 

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint.checkpoints import Checkpoints
@@ -44,11 +46,17 @@ from mclclip.models.preparing import (
     start_from_rows,
     train_transform,
 )
+from mclclip.models.state_dicts import PICTURE_POSITIONS
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import STARTED, choose_memory, choose_peak_tflops
+from mclclip.ranks.process_group import (
+    STARTED,
+    choose_flash_attention,
+    choose_memory,
+    choose_peak_tflops,
+)
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.run.recorder import Recorder, StepProfiler, Work
@@ -139,6 +147,22 @@ def _open_teacher(layout: RunPaths, name: str | None) -> Teacher:
 def _load_teacher(directory: Path) -> Encoder:
     """Loads a teacher once for all terms of an objective."""
     return load_model(directory)
+
+
+@contextmanager
+def attention_kernels(model: Model, device: torch.device) -> Iterator[None]:
+    """Lets the image tower's attention use the kernels that `choose_flash_attention` says. Other
+    verbs' attention is as torch has it, whatever was trained before them in the same process."""
+    positions = (p for n, p in model.visual.named_parameters() if n in PICTURE_POSITIONS)
+    length = max((each.shape[-2] for each in positions), default=0)
+    backends: Any = torch.backends.cuda
+    was, deterministic = backends.flash_sdp_enabled(), torch.are_deterministic_algorithms_enabled()
+    if length:
+        backends.enable_flash_sdp(was and choose_flash_attention(device, length, deterministic))
+    try:
+        yield
+    finally:
+        backends.enable_flash_sdp(was)
 
 
 def log_groups(training: StageTraining, module: ModelWithObjective) -> None:

@@ -161,7 +161,8 @@ class Training(Step[StageTraining]):
             training, inputs, module, groups, out.identity, self.steps,
             partial(count_operations, module, self.train, training.context.device, stored),
         )  # fmt: skip
-        steps = trainer.run()
+        with build.attention_kernels(model, training.context.device):
+            steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}
         if trainer.evaluation and (best := trainer.evaluation.exported_step) is not None:
             counts["exported_step"] = best
