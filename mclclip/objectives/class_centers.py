@@ -132,9 +132,9 @@ class ShardedClassCenters:
             else:
                 room = max(len(drawn) - len(positives), 0)
                 drawn = np.concatenate([positives, others[:room]])
-        chosen = np.zeros(self.stop - self.start, dtype=bool)  # sorts faster than a sort
-        chosen[drawn[(drawn >= self.start) & (drawn < self.stop)] - self.start] = True
-        return torch.from_numpy(np.flatnonzero(chosen))
+        is_drawn = np.zeros(self.stop - self.start, dtype=bool)  # faster than a sort
+        is_drawn[drawn[(drawn >= self.start) & (drawn < self.stop)] - self.start] = True
+        return torch.from_numpy(np.flatnonzero(is_drawn))
 
     def add_gradient(self, touched: Tensor, grad: Tensor) -> None:
         """Adds ``grad`` [t, D], the gradient of the rows ``touched`` [t], ascending, in main

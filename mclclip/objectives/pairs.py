@@ -1,7 +1,8 @@
 """Which columns of a similarity matrix count for which row: its own pair, negatives, near copies.
 
 The matrix is computed in tiles, never whole (`row_losses`), and so is the mask. Near copies are
-found in every tile again, by one more matrix product for each embedding that is compared.
+found by one more matrix product for each embedding that is compared. They are kept, a byte for each
+pair, for the other direction and the backward pass, unless there are more than 2^28 pairs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import choose_no_autocast
 
 TILE = 2048  # rows and columns
+_KEPT = 2**28  # bytes
 Columns = Literal["negatives", "near", "others"]
 
 
@@ -59,6 +61,7 @@ class Pairs:
     all_base: tuple[Tensor, ...] = ()
     bounds: Tensor | None = None
     columns: Columns = "negatives"
+    _near: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def over_ranks(cls, groups: Tensor, sample_id: Tensor, tile: int) -> Pairs:
@@ -84,6 +87,7 @@ class Pairs:
             all_digests=tuple(each.repeat(num_views) for each in self.all_digests),
             all_base=tuple(each.repeat(num_views, 1) for each in self.all_base),
             first=self.first + own_view * len(self.all_groups),
+            _near={},
         )
 
     def chunk(self, columns: slice) -> Pairs:
@@ -96,6 +100,7 @@ class Pairs:
             all_digests=tuple(each[columns] for each in self.all_digests),
             all_base=tuple(each[columns] for each in self.all_base),
             first=self.first - columns.start,
+            _near={},
         )
 
     def positive_keys(self, keys: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ class Pairs:
             for of_rows, of_columns in zip(self.digests, self.all_digests, strict=True):
                 near |= of_rows[rows, None] == of_columns[columns]
             if self.bounds is not None:
-                near |= self._cosines(rows, columns) > self.bounds[rows, None]
+                near |= self._above(rows, columns, self.bounds)
             excluded |= near if self.columns == "negatives" else near.logical_not_()
         if self.columns != "negatives":  # of which the own pair, of one sample, is none
             excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
@@ -139,6 +144,16 @@ class Pairs:
             same = self.sample_id[rows, None] == self.all_sample_ids[columns]
             counted *= self._cosines(rows, columns).clamp_(0.0, 1.0).masked_fill_(same, 1.0)
         return counted
+
+    def _above(self, rows: slice, columns: slice, bounds: Tensor) -> Tensor:
+        """Returns bool [r, c] of a tile: its largest cosine is above the row's bound."""
+        tile = rows.start, columns.start
+        if tile in self._near:
+            return self._near[tile]
+        above = self._cosines(rows, columns) > bounds[rows, None]
+        if len(bounds) * len(self.all_groups) <= _KEPT:
+            self._near[tile] = above
+        return above
 
     def _cosines(self, rows: slice, columns: slice) -> Tensor:
         """Returns the largest cosines of the embeddings of a tile's rows and columns, [r, c]."""
