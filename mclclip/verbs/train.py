@@ -157,11 +157,12 @@ class Training(Step[StageTraining]):
         groups = StageGroups(training.directory / _GROUPS)
         collectives.on_main(lambda: _write_groups(training, inputs, groups, out))
         stored = training.stage > 0 and self.train.reads_text_embeddings
-        trainer = build.build_trainer(
-            training, inputs, module, groups, out.identity, self.steps,
-            partial(count_operations, module, self.train, training.context.device, stored),
-        )  # fmt: skip
+        count = partial(count_operations, module, self.train, training.context.device, stored)
+        # Before an engine shards the parameters.
         with build.attention_kernels(model, training.context.device):
+            trainer = build.build_trainer(
+                training, inputs, module, groups, out.identity, self.steps, count
+            )
             steps = trainer.run()
         counts = {"steps": steps, "samples_seen": steps * self.train.global_batch}
         if trainer.evaluation and (best := trainer.evaluation.exported_step) is not None:
