@@ -36,7 +36,9 @@ def check(config: Config) -> None:
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:
-            towers = load_towers(model.name, image_weights=model.image_weights, **model.of_towers)
+            towers = load_towers(
+                model.name, image_weights=model.image_weights, **model.tower_arguments
+            )
             towers.lock(**options.model_arguments()["lock"])
             refuse_folded_norms(towers.train())
     for teacher, parts in config.teachers.items():

@@ -109,7 +109,7 @@ def _image_size(at: Subject, option: str) -> object:
     from mclclip.models.memory import load_shapes  # seconds, for torch
 
     shaped = replace(model, text=False, long_context=False, text_rows=[])
-    return _refusal(lambda: load_shapes(model.name, **shaped.of_towers), f"{option}.")
+    return _refusal(lambda: load_shapes(model.name, **shaped.tower_arguments), f"{option}.")
 
 
 def _image_sizes(at: Subject) -> object:

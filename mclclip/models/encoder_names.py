@@ -22,7 +22,11 @@ RANDOM = "random"
 def identify_encoder(model: ModelConfig) -> dict[str, Any]:
     """Returns the fields of ``model`` that determine an encoder which is not trained here; files
     are represented by their digests."""
-    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained, **model.of_towers}
+    fields: dict[str, Any] = {
+        "name": model.name,
+        "pretrained": model.pretrained,
+        **model.tower_arguments,
+    }
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if model.name.startswith(transformers_folder.PREFIX):

@@ -80,7 +80,7 @@ class ModelConfig:
             )
 
     @property
-    def of_towers(self) -> dict[str, Any]:
+    def tower_arguments(self) -> dict[str, Any]:
         """Arguments of ``load_towers`` that say which towers a model has, and in which shapes."""
         names = ("text", "long_context", "image_size", "text_rows")
         return {name: getattr(self, name) for name in names}

@@ -34,7 +34,7 @@ ENTRY_POINTS = "mclclip.objectives"
 _MODULES = {"mlc": "mlcd", "preserve": "distill", "single_label": "mlcd"}
 
 
-What = Literal["image_features", "text_features", "model"]
+EncoderOutput = Literal["image_features", "text_features", "model"]
 """What is read of a frozen encoder."""
 
 
@@ -86,7 +86,7 @@ class Reads:
     drawn: float | None = None
     threshold: float | None = None
     attribute: str | None = None
-    encoders: frozenset[tuple[str | None, What]] = frozenset()
+    encoders: frozenset[tuple[str | None, EncoderOutput]] = frozenset()
     near_start: bool = False
     near_copies: frozenset[Any] = frozenset()
     widths: frozenset[int] = frozenset()
@@ -96,7 +96,7 @@ class Reads:
     changes_pixels: bool = False
 
     @property
-    def stored(self) -> dict[str, tuple[str | None, What]]:
+    def stored(self) -> dict[str, tuple[str | None, EncoderOutput]]:
         """The stored embeddings by the names of the batch's extras, each with encoder and what."""
         pairs = sorted(self.encoders, key=lambda pair: (pair[0] or "", pair[1]))
         return {stored_name(*pair): pair for pair in pairs if pair[1] != "model"}
@@ -107,12 +107,12 @@ class Reads:
         return self.near_start or bool(self.of_stage_0)
 
     @property
-    def of_stage_0(self) -> list[What]:
+    def of_stage_0(self) -> list[EncoderOutput]:
         """Returns what is read of stage 0's encoder."""
         return [what for encoder, what in self.encoders if encoder is None]
 
     @property
-    def of_encoders(self) -> list[What]:
+    def of_encoders(self) -> list[EncoderOutput]:
         """Returns what is read of any encoder."""
         return [what for _, what in self.encoders]
 

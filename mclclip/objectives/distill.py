@@ -172,7 +172,7 @@ def _teacher_of(options: Options, inputs: ObjectiveInputs) -> Teacher:
         if not inputs.shapes_only:
             encoder.to(inputs.context.device, inputs.dtype)
             pixels = [each.to(inputs.context.device) for each in pixels]
-        return _Seeing(encoder, encoder.image_shape[1:], *pixels)
+        return _TeacherOfCrops(encoder, encoder.image_shape[1:], *pixels)
 
     return Teacher(teacher.width, teacher.logit_scale, load)
 
@@ -206,7 +206,7 @@ def _projection(inputs: ObjectiveInputs, width: int, of_teacher: int) -> nn.Line
     return projection
 
 
-class _Seeing:
+class _TeacherOfCrops:
     """A frozen encoder that takes the pictures of another model: [b, C, H, W], normalized for it.
 
     size    height and width of the encoder's pictures

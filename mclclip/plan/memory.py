@@ -83,7 +83,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         objective = options.objective.build(_on_fakes(inputs, model))
         trainee = ModelWithObjective(model, objective, options.precision)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
-        batches = {size: _at_size(batch, size) for size in (None, *options.smaller_sizes)}
+        batches = {size: _at_size(batch, size) for size in (None, *options.listed_sizes)}
         steps = {n: _measure_step(trainee, each, local, micro) for n, each in batches.items()}
         features, _, operations["sample"] = steps[None]
         operations["sizes"] = {size: each[2] for size, each in steps.items()}
@@ -404,7 +404,7 @@ def _options_of(teacher: str) -> ModelConfig:
 
 
 def _load(options: ModelConfig) -> Model:
-    return load_shapes(options.name, projector=options.projector, **options.of_towers)
+    return load_shapes(options.name, projector=options.projector, **options.tower_arguments)
 
 
 def _operations(model: Model) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
     base = config.model_of(training.name)
     same: dict[str, Any] = {"projector": base.projector, "augmentation": base.augmentation}
     if stage == 0 or config.trained_model is not None:
-        same |= {"image_weights": base.image_weights, **base.of_towers}
+        same |= {"image_weights": base.image_weights, **base.tower_arguments}
         model = load_towers(base.name, base.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.

@@ -151,7 +151,7 @@ class TrainConfig:
         return (None,) if reads.edits is None else (None, reads.edits)
 
     @property
-    def smaller_sizes(self) -> list[int]:
+    def listed_sizes(self) -> list[int]:
         """The image sizes of ``image_size``, each once."""
         return [*dict.fromkeys(part.size for part in self.image_size)]
 
@@ -185,7 +185,7 @@ class TrainConfig:
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,
             "patch_dropout": self.patch_dropout,
-            "image_sizes": self.smaller_sizes,
+            "image_sizes": self.listed_sizes,
         }
 
     def optimizer_arguments(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
     start = config.model if stage == 0 else config.trained_model
     if start is None:
         return load_towers(layout.export(0))
-    fields = {"image_weights": start.image_weights, **start.of_towers}
+    fields = {"image_weights": start.image_weights, **start.tower_arguments}
     return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 

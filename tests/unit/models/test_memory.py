@@ -134,7 +134,7 @@ def of_vit(layers: int, width: int, tokens: int) -> int:
         ("ViT-L-14", 16, 14, 1024, 24, 768, 768, (175, 13.3)),
     ],
 )
-def test_operations_of_towers_are_those_that_are_published(
+def test_operations_tower_arguments_are_those_that_are_published(
     name: str, grid: int, patch: int, width: int, layers: int, dim: int, text_width: int,
     published: tuple[float, float],
 ) -> None:  # fmt: skip
