@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from mclclip.engines import Compiled, EngineConfig
+from mclclip.engines import EngineConfig
 from mclclip.engines.engine import Engine, FsdpEngine, MakeOptimizer
 from mclclip.engines.zero import DeepspeedEngine
 from mclclip.ranks.process_group import Context
@@ -24,22 +24,25 @@ _WORTH_COMPILING = 1e17  # floating-point operations
 
 
 def choose_compile(
-    option: Compiled,
+    how: EngineConfig,
     device: torch.device,
     blocks: Sequence[nn.Module],
     operations: float,
     compiler: bool | None = None,
 ) -> Literal["none", "model", "step"]:
-    """Chooses what torch compiles: the option, and for ``auto`` each of a model's ``blocks`` on a
-    GPU, if all are transformers' and Triton can compile (``compiler``; None: what is installed).
+    """Chooses what torch compiles: ``how.compile``, and for ``auto`` each of a model's ``blocks``
+    on a GPU, if all are transformers' and Triton can compile (``compiler``; None: what is
+    installed).
 
     Blocks with convolutions gain little, and batch norms of several ranks wait for each other
-    inside. A training of fewer than 1e17 ``operations`` of this rank, five minutes of an H100,
-    would not win back the time that compiling takes.
+    inside. DeepSpeed's hooks at ZeRO stage 3 would be compiled again for every block. A training of
+    fewer than 1e17 ``operations`` of this rank, five minutes of an H100, would not win back the
+    time that compiling takes.
     """
-    if option != "auto":
-        return option
-    if device.type != "cuda" or not blocks or operations < _WORTH_COMPILING:
+    if how.compile != "auto":
+        return how.compile
+    sharded = how.name == "deepspeed" and how.zero_stage == 3
+    if device.type != "cuda" or sharded or not blocks or operations < _WORTH_COMPILING:
         return "none"
     if any(isinstance(m, _BatchNorm | _ConvNd) for block in blocks for m in block.modules()):
         return "none"
@@ -49,8 +52,10 @@ def choose_compile(
 def can_compile(triton: bool | None = None) -> bool:
     """Returns True if Triton is there (``triton``; None: what is installed) and finds what it
     builds its launchers with: a C compiler and Python's headers."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    scheme = sysconfig.get_default_scheme()  # Debian's own has other folders than its packages
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     if triton is None:
         triton = importlib.util.find_spec("triton") is not None
     return triton and headers.exists() and any(shutil.which(name) for name in names)

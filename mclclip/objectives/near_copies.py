@@ -154,8 +154,7 @@ def pairs_of(
         base=tuple(rows[of_row] for of_row, _ in sides),
         all_base=tuple(every[other] for _, other in sides),
         bounds=bounds,
-        _near={},
-    )
+    ).keeping_near()
 
 
 def count_near(pairs: Pairs) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Which columns of a similarity matrix count for which row: its own pair, negatives, near copies.
 
 The matrix is computed in tiles, never whole (`row_losses`), and so is the mask. Near copies are
-found by one more matrix product for each embedding that is compared. They are kept, a byte for each
-pair, for the other direction and the backward pass, unless there are more than 2^28 pairs.
+found by one more matrix product for each embedding that is compared. Between captions they are
+kept, a byte for each pair, for the other direction, other widths and the backward pass, unless
+there are more than 2^28 pairs; elsewhere they are found again in every tile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import choose_no_autocast
 
 TILE = 2048  # rows and columns
-_KEPT = 2**28  # bytes
+MOST_KEPT = 2**28  # pairs
 Columns = Literal["negatives", "near", "others"]
 
 
@@ -61,7 +62,7 @@ class Pairs:
     all_base: tuple[Tensor, ...] = ()
     bounds: Tensor | None = None
     columns: Columns = "negatives"
-    _near: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    _near: dict[tuple[int, int], Tensor] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def over_ranks(cls, groups: Tensor, sample_id: Tensor, tile: int) -> Pairs:
@@ -87,8 +88,13 @@ class Pairs:
             all_digests=tuple(each.repeat(num_views) for each in self.all_digests),
             all_base=tuple(each.repeat(num_views, 1) for each in self.all_base),
             first=self.first + own_view * len(self.all_groups),
-            _near={},
+            _near=None,
         )
+
+    def keeping_near(self) -> Pairs:
+        """Returns the same, which finds the near copies of each tile once, and keeps them."""
+        many = len(self.groups) * len(self.all_groups) > MOST_KEPT
+        return replace(self, _near=None if many else {})
 
     def chunk(self, columns: slice) -> Pairs:
         """Returns the same rows among some of the columns; the losses that take it have no
@@ -100,7 +106,7 @@ class Pairs:
             all_digests=tuple(each[columns] for each in self.all_digests),
             all_base=tuple(each[columns] for each in self.all_base),
             first=self.first - columns.start,
-            _near={},
+            _near=None,
         )
 
     def positive_keys(self, keys: Tensor) -> Tensor:
@@ -147,12 +153,12 @@ class Pairs:
 
     def _above(self, rows: slice, columns: slice, bounds: Tensor) -> Tensor:
         """Returns bool [r, c] of a tile: its largest cosine is above the row's bound."""
-        tile = rows.start, columns.start
-        if tile in self._near:
-            return self._near[tile]
+        tile, kept = (rows.start, columns.start), self._near
+        if kept is not None and tile in kept:
+            return kept[tile]
         above = self._cosines(rows, columns) > bounds[rows, None]
-        if len(bounds) * len(self.all_groups) <= _KEPT:
-            self._near[tile] = above
+        if kept is not None:
+            kept[tile] = above
         return above
 
     def _cosines(self, rows: slice, columns: slice) -> Tensor:

@@ -154,7 +154,7 @@ def attention_kernels(model: Model, device: torch.device) -> Iterator[None]:
     """Lets the image tower's attention use the kernels that `choose_flash_attention` says. Other
     verbs' attention is as torch has it, whatever was trained before them in the same process."""
     positions = (p for n, p in model.visual.named_parameters() if n in PICTURE_POSITIONS)
-    length = max((each.shape[-2] for each in positions), default=0)
+    length = max((each.shape[-2] for each in positions if each.ndim > 1), default=0)
     backends: Any = torch.backends.cuda
     was, deterministic = backends.flash_sdp_enabled(), torch.are_deterministic_algorithms_enabled()
     if length:
@@ -203,8 +203,7 @@ def build_trainer(
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     sizes = options.image_sizes(total, grouped.num_draws / options.global_batch)
     operations = [(first, count_operations(size)) for first, size in sizes]
-    work = operations[-1][1] * total * options.global_batch / context.world_size
-    compiled = _compile(training, module, work)
+    compiled = _compile(training, module, operations[-1][1] * total)
     engine = build_engine(
         options.engine, module, partial(build_optimizer, **options.optimizer_arguments()), context,
         blocks=module.model.blocks(), outside=module.objective.outside(),
@@ -237,10 +236,16 @@ def build_trainer(
     )  # fmt: skip
 
 
-def _compile(training: StageTraining, module: ModelWithObjective, operations: float) -> bool:
-    """Makes torch compile what `choose_compile` says at its first run; returns whether it will."""
-    option, device = training.options.engine.compile, training.context.device
-    compiled = choose_compile(option, device, module.model.blocks(), operations)
+def _compile(training: StageTraining, module: ModelWithObjective, operations: int) -> bool:
+    """Makes torch compile what `choose_compile` says at its first run; returns whether it will.
+
+    ``operations`` are those of one sample in every step. Rank 0 chooses for all.
+    """
+    options, context, blocks = training.options, training.context, module.model.blocks()
+    operations = operations * options.global_batch // context.world_size
+    compiled = collectives.on_main(
+        lambda: choose_compile(options.engine, context.device, blocks, operations)
+    )
     if compiled == "none":
         return False
     log.info("stage %d: torch compiles the %s", training.stage, compiled)

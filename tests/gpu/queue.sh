@@ -4,7 +4,7 @@
 #   tests/gpu/queue.sh DIR            every step that has no DIR/STEP.json yet
 #   tests/gpu/queue.sh DIR --next     the first of them alone
 #   tests/gpu/queue.sh DIR --list     what there is, and what is done
-#   tests/gpu/queue.sh DIR --tiny     the same at small sizes on the CPU, with the same files
+#   tests/gpu/queue.sh DIR --tiny     the same at small sizes on the CPU, with its files in DIR/tiny
 #
 # Each leaves its figures as DIR/STEP.json and its output as DIR/STEP.log. A step that fails leaves its
 # log alone, and counts as open. `papers` trains on CIFAR-10 and MNIST, of which CIFAR10 and MNIST name
@@ -12,17 +12,18 @@
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 [ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
-out=$(realpath -m "$1") next='' list=''
+out=$(realpath -m "$1") next='' list='' device=cuda limit=530
 shift
 for word; do
   case $word in
     --next) next=1 ;;
     --list) list=1 ;;
-    --tiny) export MCLCLIP_GPU_DEVICE=cpu ;;
+    --tiny) device=cpu limit=3600 out=$out/tiny ;;
     *) echo "unknown: $word" >&2; exit 2 ;;
   esac
 done
 mkdir -p "$out"
+export MCLCLIP_GPU_DEVICE=$device
 python=${PYTHON:-python3}
 [ -x .venv/bin/python ] && python=${PYTHON:-.venv/bin/python}
 status=0
@@ -55,8 +56,6 @@ figures() {
   step "$name" "$python" -m tests.gpu.bench --limit-s "$limit" --json "$out/$name.json" --only "$@"
 }
 
-limit=530
-[ "${MCLCLIP_GPU_DEVICE:-}" != cpu ] || limit=3600
 step checks "$python" -m tests.gpu --limit-s "$limit" --only doctor 'kill -9' 'class centers' 'contrastive'
 figures heads head attention 'near copies'
 figures beside_vit_l 'beside open_clip_train: ViT-L-14'

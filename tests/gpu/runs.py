@@ -185,7 +185,10 @@ entry.command()
 @check("kill -9 and resume, bf16", "bf16", limit_s=240.0)
 @check("kill -9 and resume, fp32", "fp32", limit_s=240.0)
 @check("kill -9 and resume, compiled, bf16", "bf16", "", "model", limit_s=400.0)
-def killed(where: Where, precision: str, saving: str = "", compiled: str = "") -> str:
+@check("kill -9 and resume, compiled, two sizes", "bf16", "", "model", "two", limit_s=400.0)
+def killed(
+    where: Where, precision: str, saving: str = "", compiled: str = "", sizes: str = ""
+) -> str:
     """Weights, moments and losses are those of an undisturbed training, bit for bit."""
     if compiled and not where.on_gpu and "MCLCLIP_SLOW" not in os.environ:
         raise Skip("compiles for a minute on a CPU: set MCLCLIP_SLOW=1")
@@ -197,6 +200,8 @@ def killed(where: Where, precision: str, saving: str = "", compiled: str = "") -
         "data.num_workers=1",
         "deterministic=true",
     ]
+    if sizes:  # the second of which is compiled after the kill alone
+        options.append('base.image_size=[{"size": 16, "epochs": 0.5}]')
     config = _config(where, "undisturbed", where.device, *options)
     index.run(config, Context())
     shutil.copytree(where.folder / "undisturbed", where.folder / "killed")

@@ -142,11 +142,19 @@ def test_the_queue_lists_what_is_open(tmp_path: Path) -> None:
     assert queue(tmp_path, "--no-such-word").returncode == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_a_step_stays_open(tmp_path: Path) -> None:
+    assert queue(tmp_path, "--next").returncode == 1
+    assert "open  checks" in queue(tmp_path, "--list").stdout.splitlines()
+
+
 @pytest.mark.slow
 def test_a_step_of_the_queue_leaves_its_figures(tmp_path: Path) -> None:
-    (tmp_path / "checks.json").write_text("{}")
+    tiny = tmp_path / "tiny"
+    tiny.mkdir()
+    (tiny / "checks.json").write_text("{}")
     done = queue(tmp_path, "--next", "--tiny")
-    assert done.returncode == 0, done.stdout + (tmp_path / "heads.log").read_text()
-    figures = json.loads((tmp_path / "heads.json").read_text())["figures"]
+    assert done.returncode == 0, done.stdout + (tiny / "heads.log").read_text()
+    figures = json.loads((tiny / "heads.json").read_text())["figures"]
     assert len(figures) == 3 and all(figure["rows"] for figure in figures)
-    assert not (tmp_path / "beside_vit_l.json").exists()
+    assert not (tiny / "beside_vit_l.json").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip.engines import build
+from mclclip.engines import EngineConfig, build
 from mclclip.models.loading import load_towers
 from tests import tiny
 
@@ -29,7 +29,8 @@ TIMM_VIT = tiny.MODEL | {
 @pytest.mark.parametrize("option", ["none", "model", "step"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_asked_for_is_done(option: Any, device: str) -> None:
-    found = build.choose_compile(option, torch.device(device), [], 0.0, compiler=False)
+    how = EngineConfig(compile=option)
+    found = build.choose_compile(how, torch.device(device), [], 0.0, compiler=False)
     assert found == option
 
 
@@ -49,13 +50,15 @@ def test_auto_is_for_long_trainings_of_transformers_on_a_gpu(
     device: str, model: Any, operations: float, compiler: bool, wanted: str
 ) -> None:
     blocks = load_towers(model, seed=0).blocks()
-    assert build.choose_compile("auto", torch.device(device), blocks, operations, compiler) == (
-        wanted
-    )
+    for how in (EngineConfig(), EngineConfig("fsdp"), EngineConfig("deepspeed", 2)):
+        on = torch.device(device)
+        assert build.choose_compile(how, on, blocks, operations, compiler) == wanted
+    zero_3 = EngineConfig("deepspeed", 3)
+    assert build.choose_compile(zero_3, torch.device(device), blocks, LONG, True) == "none"
 
 
 def test_a_model_without_known_blocks_is_not_compiled() -> None:
-    assert build.choose_compile("auto", torch.device("cuda"), [], LONG, True) == "none"
+    assert build.choose_compile(EngineConfig(), torch.device("cuda"), [], LONG, True) == "none"
 
 
 def test_a_compiler_is_needed_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,10 +69,12 @@ def test_a_compiler_is_needed_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert not build.can_compile(triton=True)
-    compiler = tmp_path / "gcc"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    assert build.can_compile(triton=True)
+    for name, enough in (("cc", False), ("gcc", True)):  # which Triton looks for
+        compiler = tmp_path / name
+        compiler.write_text("#!/bin/sh\n")
+        compiler.chmod(0o755)
+        assert build.can_compile(triton=True) == enough
     assert not build.can_compile(triton=False)
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert not build.can_compile(triton=True)
+    for name, enough in (("no-such-compiler", False), ("", False), ("cc", True)):
+        monkeypatch.setenv("CC", name)
+        assert build.can_compile(triton=True) == enough

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mclclip.objectives import pairs as pairs_module
 from mclclip.objectives.base import Objective, ObjectiveInputs, parse
+from mclclip.objectives.near_copies import NearCopies, pairs_of
+from mclclip.objectives.pairs import Pairs
 from mclclip.ranks.process_group import SINGLE
 from tests import objective_loops as loops
 from tests.contracts.test_objectives import Towers
@@ -212,3 +217,34 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
         losses.append(loops.parts_of(objective, **given)["loss"])
     of_one_row = 8 * torch.ones(())  # the least loss of one logit per row is no more than that
     assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row
+
+
+# --- what is kept ---
+
+
+def masks(pairs: Pairs) -> list[Tensor]:
+    return [pairs.masked(*tile) for tile in pairs.tiles()]
+
+
+def test_near_copies_are_found_once_between_captions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored embeddings that change afterwards show it: views and chunks of keys look again."""
+    batch = loops.draw(3, 12, groups=2, dtype=torch.float32)
+    marks = {"group_ids": batch.group_ids[:, None], "sample_id": batch.sample_id}
+    near = NearCopies(threshold=0.5).resolved(views=False)
+    for most, kept in ((pairs_module.MOST_KEPT, True), (12 * 12 - 1, False)):
+        monkeypatch.setattr(pairs_module, "MOST_KEPT", most)
+        extras = stored(12)
+        fields: Any = SimpleNamespace(**marks, extras=extras)
+        pairs = pairs_of(fields, 5, near)
+        first = masks(pairs)
+        others = [masks(each) for each in (pairs.chunk(slice(3, 9)), pairs.among_views(2, 1))]
+        assert sum(int(tile.sum()) for tile in first) > 12 * 12 / 2  # more than other groups
+        for rows in extras.values():
+            rows.zero_()
+        again = masks(pairs)
+        assert all(map(torch.equal, again, first)) == kept
+        assert all(map(torch.equal, masks(replace(pairs, columns="negatives")), first)) == kept
+        for each, before in zip(
+            (pairs.chunk(slice(3, 9)), pairs.among_views(2, 1)), others, strict=True
+        ):
+            assert not all(map(torch.equal, masks(each), before))
