@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -19,6 +20,8 @@ from mclclip.engines import EngineConfig
 from mclclip.engines.engine import Engine, FsdpEngine, MakeOptimizer
 from mclclip.engines.zero import DeepspeedEngine
 from mclclip.ranks.process_group import Context
+
+log = logging.getLogger("mclclip")
 
 _WORTH_COMPILING = 1e17  # floating-point operations
 
@@ -46,7 +49,13 @@ def choose_compile(
         return "none"
     if any(isinstance(m, _BatchNorm | _ConvNd) for block in blocks for m in block.modules()):
         return "none"
-    return "model" if (can_compile() if compiler is None else compiler) else "none"
+    if can_compile() if compiler is None else compiler:
+        return "model"
+    log.warning(
+        "engine.compile=auto compiles nothing, and steps take about a fifth longer: Triton needs a C "
+        "compiler (gcc, clang or CC) and Python's headers (python3-dev)"
+    )
+    return "none"
 
 
 def can_compile(triton: bool | None = None) -> bool:

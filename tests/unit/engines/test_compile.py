@@ -57,6 +57,13 @@ def test_auto_is_for_long_trainings_of_transformers_on_a_gpu(
     assert build.choose_compile(zero_3, torch.device(device), blocks, LONG, True) == "none"
 
 
+def test_without_a_compiler_a_line_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = load_towers(tiny.MODEL, seed=0).blocks()
+    for operations, said in ((1e16, False), (LONG, True)):
+        build.choose_compile(EngineConfig(), torch.device("cuda"), blocks, operations, False)
+        assert ("engine.compile=auto" in caplog.text) == said
+
+
 def test_a_model_without_known_blocks_is_not_compiled() -> None:
     assert build.choose_compile(EngineConfig(), torch.device("cuda"), [], LONG, True) == "none"
 
