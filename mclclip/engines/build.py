@@ -52,8 +52,8 @@ def choose_compile(
     if can_compile() if compiler is None else compiler:
         return "model"
     log.warning(
-        "engine.compile=auto compiles nothing, and steps take about a fifth longer: Triton needs a C "
-        "compiler (gcc, clang or CC) and Python's headers (python3-dev)"
+        "engine.compile=auto compiles nothing, and steps take about a fifth longer: Triton needs a "
+        "C compiler (gcc, clang or CC) and Python's headers (python3-dev)"
     )
     return "none"
 
