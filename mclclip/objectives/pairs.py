@@ -153,12 +153,12 @@ class Pairs:
 
     def _above(self, rows: slice, columns: slice, bounds: Tensor) -> Tensor:
         """Returns bool [r, c] of a tile: its largest cosine is above the row's bound."""
-        tile, kept = (rows.start, columns.start), self._near
-        if kept is not None and tile in kept:
-            return kept[tile]
+        tile = rows.start, columns.start
+        if self._near is not None and tile in self._near:
+            return self._near[tile]
         above = self._cosines(rows, columns) > bounds[rows, None]
-        if kept is not None:
-            kept[tile] = above
+        if self._near is not None:
+            self._near[tile] = above
         return above
 
     def _cosines(self, rows: slice, columns: slice) -> Tensor:
