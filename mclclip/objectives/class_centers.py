@@ -263,13 +263,6 @@ class Margin:
         return torch.where(cosine.abs() <= _NEAR_ONE, slope, torch.zeros_like(c))
 
 
-def choose_tile(device: torch.device, num_rows: int) -> tuple[int, int]:
-    """Chooses how many rows and classes of the scores are computed at a time: what a CPU's cache
-    holds; on a GPU as many as make few kernels, at most 2^26 scores (256 MiB)."""
-    height = min(max(num_rows, 1), 8192)
-    return (2048, 2048) if device.type == "cpu" else (height, min(2**26 // height, 32_768))
-
-
 # Not compiled, because a compiler would unroll the loops over tiles, and compile again for every
 # step's negatives.
 @not_compiled
@@ -280,7 +273,7 @@ def class_sums(
     *,
     scale: float,
     margin: Margin,
-    tile: tuple[int, int] | None = None,
+    tile: int | None = None,
     products: Products = EXACT,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Returns log P and log N of every row of the global batch, and figures to log.
@@ -292,7 +285,7 @@ def class_sums(
         centers: must have begun this step (``begin``). The backward adds their gradient to them.
         scale: multiplier of cosines.
         margin: of positive cosines.
-        tile: rows and classes of the scores that are computed at a time (None: `choose_tile`).
+        tile: rows and classes of the scores that are computed at a time.
         products: of features and negative class centers, and of their gradients.
 
     Returns:
@@ -304,8 +297,8 @@ def class_sums(
     """
     with choose_no_autocast(features.device):
         every = collectives.gather(labels.cpu().int()).long()
-        tile = tile or choose_tile(features.device, len(every))
-        batch = _ClassBatch(centers, every, scale, margin, tile, products)
+        size = tile or (2048 if features.device.type == "cpu" else 8192)
+        batch = _ClassBatch(centers, every, scale, margin, size, products)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
     return log_p, log_n, batch.counted, batch.figures
 
@@ -357,11 +350,11 @@ class _ClassBatch:
     """
 
     def __init__(
-        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin,
-        tile: tuple[int, int], products: Products,
+        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int,
+        products: Products,
     ) -> None:  # fmt: skip
-        self.centers, self.scale, self.margin, self.products = centers, scale, margin, products
-        self.height, self.width = tile  # rows and classes of a tile
+        self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
+        self.products = products
         self.shape, rows = labels.shape, centers.rows
         self.figures: dict[str, Tensor] = {}
         moved = partial(to_device, device=rows.device)
@@ -391,12 +384,12 @@ class _ClassBatch:
         column[negatives] = torch.arange(len(negatives))
         column = column[positives]
         row, column = row[column >= 0], column[column >= 0]
-        per_block = -(-len(labels) // self.height)
-        number = column // self.width * per_block + row // self.height
+        per_block = -(-len(labels) // tile)
+        number = column // tile * per_block + row // tile
         order = number.argsort(stable=True)
-        self._drawn = moved(row[order] % self.height), moved(column[order] % self.width)
-        tiles = per_block * -(-len(negatives) // self.width)
-        self._ends = [0, *torch.bincount(number, minlength=tiles).cumsum(0).tolist()]
+        self._drawn = moved(row[order] % tile), moved(column[order] % tile)
+        num_tiles = per_block * -(-len(negatives) // tile)
+        self._ends = [0, *torch.bincount(number, minlength=num_tiles).cumsum(0).tolist()]
 
     # --- sums ----------------------------------------------------------------------------------
 
@@ -427,10 +420,10 @@ class _ClassBatch:
         among the touched, and an iterator over tiles of ``features``, which gives the rows of a
         tile and their scores [r, m], valid until the next tile."""
         scaled = self.products.factor(features * self.scale)
-        count = min(self.height, len(scaled)) * min(self.width, len(self.of_negatives))
+        count = min(self.tile, len(scaled)) * min(self.tile, len(self.of_negatives))
         memory = features.new_empty(count)
-        for block, first in enumerate(range(0, len(self.of_negatives), self.width)):
-            positions = self.of_negatives[first : first + self.width]
+        for block, first in enumerate(range(0, len(self.of_negatives), self.tile)):
+            positions = self.of_negatives[first : first + self.tile]
             centers = self.centers.rows.index_select(0, self.touched[positions])
             centers.mul_(self.inverse[positions, None])
             factor = self.products.factor(centers)
@@ -439,9 +432,9 @@ class _ClassBatch:
     def _scores(
         self, scaled: Tensor, centers: Tensor, block: int, memory: Tensor
     ) -> Iterator[tuple[slice, Tensor]]:
-        starts = range(0, len(scaled), self.height)
+        starts = range(0, len(scaled), self.tile)
         for number, start in enumerate(starts, block * len(starts)):
-            rows = slice(start, start + self.height)
+            rows = slice(start, start + self.tile)
             shape = len(scaled[rows]), len(centers)
             scores = memory[: shape[0] * shape[1]].view(shape)
             self.products.multiply(scaled[rows], centers.T, out=scores)
@@ -468,8 +461,8 @@ class _ClassBatch:
         of_centers = weighted_sums(features, self.row[pairs], starts, weights)
         # Through w / |w| only the part that is orthogonal to w remains.
         along = weighted_sums(cosine[:, None], pairs, starts, weights) * self.inverse[:, None]
-        for first in range(0, len(of_centers), self.width):
-            part = slice(first, first + self.width)
+        for first in range(0, len(of_centers), self.tile):
+            part = slice(first, first + self.tile)
             touched = rows.index_select(0, self.touched[part])
             of_centers[part].addcmul_(touched, along[part], value=-1.0)
         return of_features, of_centers

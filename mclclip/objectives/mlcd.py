@@ -198,8 +198,7 @@ class ClassCenterLoss(Objective):
     """The loss of image features against class centers, over the global batch.
 
     The class centers are not parameters of this module: engines do not wrap them, and they have an
-    optimizer of their own. Scores are computed in tiles of at most ``tile`` rows and classes (None:
-    `class_centers.choose_tile`).
+    optimizer of their own. Scores are computed in tiles of at most ``tile`` rows and columns.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class ClassCenterLoss(Objective):
         *,
         scale: float = 64.0,
         margin: Margin | None = None,
-        tile: tuple[int, int] | None = None,
+        tile: int | None = None,
         products: Products = EXACT,
     ) -> None:
         super().__init__()

@@ -34,7 +34,6 @@ from mclclip.objectives.base import (
     options_class,
     parse,
 )
-from mclclip.objectives.mlcd import ClassCenterLoss
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import ModelWithObjective
@@ -139,8 +138,7 @@ def built(
     )
     for module in objective.modules():
         if hasattr(module, "tile"):
-            of_classes = isinstance(module, ClassCenterLoss)  # rows and classes
-            module.tile = (tile, tile + 1) if of_classes else tile
+            module.tile = tile
     return model, objective
 
 

@@ -50,7 +50,7 @@ def make(lazy: bool = False) -> ClassCenterLoss:
         lazy=lazy,
         dtype=torch.float64,
     )
-    return ClassCenterLoss(centers, scale=8.0, margin=Margin("arc", 0.3), tile=(5, 3))
+    return ClassCenterLoss(centers, scale=8.0, margin=Margin("arc", 0.3), tile=5)
 
 
 def one_step(objective: ClassCenterLoss, step: int) -> float:

@@ -27,7 +27,7 @@ def ours(kind: str, margin: Margin, labels: Tensor) -> tuple[Tensor, Tensor, Ten
     rows, features, _ = make()
     centers = ShardedClassCenters(K, D, lambda a, b: rows[a:b], dtype=torch.float64)
     features.requires_grad_()
-    objective = ClassCenterLoss(centers, kind, scale=SCALE, margin=margin, tile=(11, 11))  # type: ignore[arg-type]
+    objective = ClassCenterLoss(centers, kind, scale=SCALE, margin=margin, tile=11)  # type: ignore[arg-type]
     unit = functional.normalize(features, dim=1)
     loss = parts_of(objective, image_features=unit, classes=labels)["loss"]
     loss.backward()

@@ -12,7 +12,6 @@ from torch import Tensor
 from mclclip.objectives.class_centers import (
     Margin,
     ShardedClassCenters,
-    choose_tile,
     normal_rows,
 )
 from mclclip.ranks.sharded_rows import shard_of
@@ -195,10 +194,3 @@ def test_a_cosine_of_one_has_a_finite_slope() -> None:
     ones = torch.tensor([1.0, -1.0, 1.0 + 1e-7], dtype=torch.float32)
     assert torch.isfinite(Margin()(ones)).all()
     assert torch.isfinite(Margin().derivative(ones)).all()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tiles_are_bounded_for_every_batch(device: str) -> None:
-    for num_rows in (0, 1, 7, 64, 1000, 2048, 4096, 8191, 8192, 10_000, 1_000_000):
-        rows, classes = choose_tile(torch.device(device), num_rows)
-        assert 1 <= rows <= 8192 and 1 <= classes <= 32_768 and rows * classes <= 2**26

@@ -55,7 +55,7 @@ def head(
         len(rows), D, lambda start, stop: rows[start:stop], draw=draw, dtype=rows.dtype, **options
     )
     centers.begin(0)
-    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, tile=(7, 5))  # type: ignore[arg-type]
+    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, tile=7)  # type: ignore[arg-type]
 
 
 def loss_and_gradients(
