@@ -94,6 +94,8 @@ class Loader(Generic[T]):
                     raise self._name(cause, item) from error
                 finally:
                     timer.cancel()
+                if late:  # it came as its worker was ended
+                    raise self._name(RuntimeError(failures.LATE_WORKER), item)
                 yield batch
             next(source, None)  # reaches the end of torch's loader, which ends its workers
 
