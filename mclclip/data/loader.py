@@ -15,6 +15,7 @@ from multiprocessing import resource_tracker
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import start_loader_worker
@@ -84,7 +85,7 @@ class Loader(Generic[T]):
             for item in self.items:
                 late: list[object] = []
                 # torch's own limit does not hold while it receives from a worker that stopped.
-                timer = threading.Timer(2 * self.timeout_s, _give_up, (workers, late))
+                timer = threading.Timer(2 * self.timeout_s, _give_up, (source, workers, late))
                 try:
                     if workers:
                         timer.start()
@@ -166,8 +167,14 @@ def _read(path: str) -> Any:
         return pickle.load(file)
 
 
-def _give_up(workers: Iterable[multiprocessing.process.BaseProcess], late: list[object]) -> None:
+def _give_up(
+    source: Any, workers: Iterable[multiprocessing.process.BaseProcess], late: list[object]
+) -> None:
     late.append(True)
+    # Otherwise torch would raise an error in the main thread for each worker, wherever that is.
+    if getattr(source, "_worker_pids_set", False):
+        source._worker_pids_set = False
+        signal_handling._remove_worker_pids(id(source))  # type: ignore[attr-defined]
     _kill(workers)
 
 
