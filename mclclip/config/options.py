@@ -33,8 +33,7 @@ class Config:
     deterministic: bool = True
     """On a GPU, use torch's deterministic algorithms, which give the same bits in every run and
     after every kill; an operation that has none raises an error. This takes 5 to 8 % of a step of a
-    ViT-L-14, and 16 % if its blocks are compiled (``engine.compile``), since cuDNN's attention has
-    to be left out. A CPU gives the same bits anyway."""
+    ViT-L-14, and 16 % if its blocks are compiled (one H200). A CPU gives the same bits anyway."""
     num_threads: PositiveInt | None = None
     """Torch's threads in each process. Null: OMP_NUM_THREADS if it is set, else torch's choice, but
     at most all cores but one."""

@@ -12,7 +12,6 @@ from pydantic.types import PositiveInt
 from mclclip.util.options import STRICT
 
 BUCKET = 50_000_000  # elements reduced at once; DeepSpeed's default would take a buffer of 2 GB
-Compiled = Literal["auto", "none", "model", "step"]
 
 # deepspeed's default of stage3_max_live_parameters, in elements: below it, gathered parameters are
 # not released.
@@ -34,7 +33,7 @@ class EngineConfig:
     caching, in two passes (null: the local batch at once)."""
     grad_checkpointing: bool = False
     """Recompute the blocks' activations in the backward pass instead of keeping them."""
-    compile: Compiled = "auto"
+    compile: Literal["auto", "none", "model", "step"] = "auto"
     """torch.compile: ``model`` compiles each block, ``step`` the whole forward pass with the
     objective, ``none`` nothing. ``auto``: ``model`` for transformers on a GPU, if the training is
     longer than some minutes and Triton finds a C compiler and Python's headers. It takes half a

@@ -154,7 +154,7 @@ def attention_kernels(model: Model, device: torch.device) -> Iterator[None]:
     """Lets the image tower's attention use the kernels that `choose_flash_attention` says. Other
     verbs' attention is as torch has it, whatever was trained before them in the same process."""
     positions = (p for n, p in model.visual.named_parameters() if n in PICTURE_POSITIONS)
-    length = max((each.shape[-2] for each in positions if each.ndim > 1), default=0)
+    length = max((each.shape[-2] for each in positions), default=0)
     backends: Any = torch.backends.cuda
     was, deterministic = backends.flash_sdp_enabled(), torch.are_deterministic_algorithms_enabled()
     if length:

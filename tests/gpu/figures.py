@@ -414,19 +414,7 @@ def _mfu(where: Where, step: Step, variants: Sequence[Step] = ()) -> Iterator[Ro
         )
 
 
-@figure("beside open_clip_train: ViT-B-32", limit_s=500.0)
-def vit_b_beside_open_clip(where: Where) -> Iterator[Row]:
-    """See ``_beside_open_clip``."""
-    yield from _beside_open_clip(where, "ViT-B-32", 1024)
-
-
-@figure("beside open_clip_train: ViT-L-14", limit_s=500.0)
-def vit_l_beside_open_clip(where: Where) -> Iterator[Row]:
-    """See ``_beside_open_clip``."""
-    yield from _beside_open_clip(where, "ViT-L-14", 256)
-
-
-def _beside_open_clip(where: Where, model: str, batch: int) -> Iterator[Row]:
+def beside_open_clip(model: str, batch: int, where: Where) -> Iterator[Row]:
     """open_clip's own entry point on one picture in memory, and our step as it is by default
     (deterministic), with groups, and not deterministic; all in bf16, with the text tower locked.
     Ours is of the step alone, on a batch that lies on the GPU. See
@@ -467,6 +455,11 @@ def _beside_open_clip(where: Where, model: str, batch: int) -> Iterator[Row]:
             yield Row(
                 f"{title}: {name}", setting.batch / step_s, "samples/s", step_s / first_s, note
             )
+
+
+for _model, _batch in (("ViT-L-14", 256), ("ViT-B-32", 1024)):
+    _measure = partial(beside_open_clip, _model, _batch)
+    figure(f"beside open_clip_train: {_model}", limit_s=500.0)(_measure)
 
 
 @figure("embedding: images per second", limit_s=90.0)

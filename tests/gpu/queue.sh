@@ -7,8 +7,8 @@
 #   tests/gpu/queue.sh DIR --tiny     the same at small sizes on the CPU, with its files in DIR/tiny
 #
 # Each leaves its figures as DIR/STEP.json and its output as DIR/STEP.log. A step that fails leaves its
-# log alone, and counts as open. `papers` trains on CIFAR-10 and MNIST, of which CIFAR10 and MNIST name
-# the folders; one call is a piece, whose files lie below DIR/papers.
+# log alone, and counts as open. `papers`, and then its control, train on CIFAR-10 and MNIST, of which
+# CIFAR10 and MNIST name the folders; one call is a piece, whose files lie below DIR/papers.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 [ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -63,9 +63,11 @@ figures beside_vit_b 'beside open_clip_train: ViT-B-32'
 figures embedding embedding MFU
 figures k_means k-means machine
 if [ -n "${CIFAR10:-}" ] && [ -n "${MNIST:-}" ]; then
-  step papers "$python" -m tests.gpu.papers --limit-s "$limit" --out "$out/papers" --only cifar_mnist-tau_0.1 \
-    --source "cifar10=$CIFAR10" --source "mnist=$MNIST" --epochs 40 --set num_stages=1
+  paper=("$python" -m tests.gpu.papers --limit-s "$limit" --out "$out/papers" --only cifar_mnist-tau_0.1
+    --source "cifar10=$CIFAR10" --source "mnist=$MNIST" --epochs 40 --set num_stages=1)
+  step papers "${paper[@]}"
+  [ ! -e "$out/papers.json" ] || step papers_control "${paper[@]}" --set 'controls=[ungrouped]'
 elif [ -n "$list" ]; then
-  echo "open  papers (set CIFAR10 and MNIST)"
+  echo "open  papers, papers_control (set CIFAR10 and MNIST)"
 fi
 exit $status

@@ -19,14 +19,6 @@ TIMM = tiny.MODEL | {
 }
 
 
-def test_positions_that_an_engine_has_taken_away_count_as_none() -> None:
-    """ZeRO leaves a parameter without elements where its values lie on other ranks."""
-    towers = load_towers(tiny.MODEL, seed=0)
-    towers.visual.positional_embedding = torch.nn.Parameter(torch.empty(0))
-    with attention_kernels(towers, GPU):
-        assert torch.backends.cuda.flash_sdp_enabled()
-
-
 @pytest.mark.parametrize("length", [1, 50, 128, 129, 257, 1025])
 def test_flash_attention_is_left_out_where_it_is_slower(length: int) -> None:
     assert choose_flash_attention(GPU, length, True) == (length > 128)
