@@ -207,6 +207,8 @@ class Pictures:
         self, folder: Path, seed: int, part: str = "", test_share: float | None = None
     ) -> None:
         self.table = open_table(folder)
+        if not self.table.holds_images:
+            raise ValueError(f"--shards {folder}: wanted shards, which 'mclclip pack' makes")
         self.seed, self.part, self.test_share = seed, part, test_share
 
     def __iter__(self) -> Iterator[Picture]:

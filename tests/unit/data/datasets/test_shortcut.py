@@ -162,12 +162,17 @@ def test_one_folder_is_split_by_the_bytes_of_pictures(tmp_path: Path) -> None:
         ({"source": []}, "shards"),
         ({"source": ["shards=nowhere"]}, "nowhere"),
         ({"test_share": 1e-9}, "to test on"),
+        ({"source": ["shards=loose"]}, "mclclip pack"),
     ],
 )
 def test_wrong_options_are_one_line_and_write_nothing(
-    tmp_path: Path, options: dict[str, Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
     folder = write(tmp_path / "data", range(3))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "a.jpg").write_bytes(grey(1))
+    (tmp_path / "loose" / "a.txt").write_text("a caption")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make_dataset.run("shortcut", tmp_path / "out", **{"source": [f"shards={folder}"]} | options)
     assert not (tmp_path / "out").exists()
