@@ -194,7 +194,7 @@ def agreement(run: Run) -> list[dict[str, Any]]:
     """
     ids = run.spread_ids(LABEL_ROWS)
     labels, rows_read = _labels(run, ids), spread(len(ids), AMI_ROWS)
-    attributes = sorted({name for shard in run.index.shards for name in shard.attributes})
+    attributes = run.index.attributes
     if len(labels) + len(attributes) < 2 or not labels:
         return []
     codes = [run.index.attribute(name)[0][ids[rows_read]] for name in attributes]
