@@ -190,7 +190,7 @@ _BATCHES, _GROUPED = 64, 1_000_000  # batches, and samples of whole groups, that
 
 @dataclass(frozen=True)
 class AttributeCoverage:
-    """What a model that reads nothing but one attribute leaves to be learned.
+    """The part of a batch's loss that a model keeps if it reads nothing but one attribute.
 
     A row's loss is the log of the number of rows in its batch that the model cannot tell apart:
     those of its value. Where this is near 0, the attribute solves the batch, and nothing else is
