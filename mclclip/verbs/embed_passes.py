@@ -76,7 +76,7 @@ def image_passes(
         log.info("embed: torch compiles the blocks of the encoder")
         for each in models:
             each.compile_blocks()
-        longest = max((len(range(s.start, s.stop)) for s in source.index.shards), default=1)
+        longest = max(shard.stop - shard.start for shard in source.index.shards)
         size = least = -(-longest // -(-longest // size))  # cuts the longest shard evenly
     return partial(_image_batches, config, context, source, shape, encode, check, size, least)
 
@@ -110,9 +110,10 @@ def _image_batches(
         return encode(images), batch
 
     def finish(rows: np.ndarray, batch: _Batch) -> RowBatch:
+        rows = rows[: batch.num_samples]
         check(rows)
         rows[batch.empty] = 0.0
-        return rows[: batch.num_samples], batch.reasons
+        return rows, batch.reasons
 
     loader: Loader[_Batch] = Loader(
         source,
@@ -136,9 +137,9 @@ class _Batch(NamedTuple):
     """Images that a worker has made ready for the device.
 
     images       [n, C, H, W], or image rows [n, ...]
-    empty        the places that have no image: zeros stand there, so that others keep their bits
+    empty        places of samples without an image, where zeros stand: the others keep their bits
     reasons      why samples have no image, by sample id
-    num_samples  how many of the n are samples; zeros follow
+    num_samples  how many of the n are samples; anything may follow
     """
 
     images: Tensor
@@ -153,12 +154,12 @@ def _collate(
     least: int,
     samples: Sequence[Sample | BadSample],
 ) -> _Batch:
-    views = [sample.views[0] if isinstance(sample, Sample) else None for sample in samples]
-    views += [None] * (least - len(views))
-    zeros = next((torch.zeros_like(v) for v in views if v is not None), torch.zeros(*shape))
+    good = [sample for sample in samples if isinstance(sample, Sample)]
+    zeros = torch.zeros_like(good[0].views[0]) if good else torch.zeros(*shape)
+    views = [sample.views[0] if isinstance(sample, Sample) else zeros for sample in samples]
     return _Batch(
-        finish([zeros if view is None else view for view in views]),
-        [place for place, view in enumerate(views) if view is None],
+        finish(views + [zeros] * (least - len(views))),
+        [place for place, sample in enumerate(samples) if isinstance(sample, BadSample)],
         {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)},
         len(samples),
     )
