@@ -24,7 +24,6 @@ from mclclip.models.transforms import (
     defer_normalization,
     fast_transform,
     no_box_fits,
-    normalize,
     rows_first,
 )
 from tests import tiny
@@ -132,16 +131,6 @@ def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
             assert np.array_equal(resized, rows if first else columns), (h, w, high, wide)
             told += 1
     assert told > 100
-
-
-def test_normalising_later_gives_open_clips_bits() -> None:
-    settings = PreprocessCfg(size=16)
-    image = picture(16, 16, "noise")
-    wanted = image_transform_v2(settings, is_train=False)(image)
-    mean, deviation = (torch.tensor(v)[:, None, None] for v in (settings.mean, settings.std))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    found = normalize(torch.stack([pixels, pixels]), mean, deviation)
-    assert torch.equal(found, torch.stack([wanted, wanted])) and pixels.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("size", [16, (16, 24)], ids=str)
