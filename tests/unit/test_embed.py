@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mclclip.config import Config
+from mclclip.data.datasets.patterns import draw_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -25,7 +26,7 @@ from mclclip.models.transforms import PixelTransform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths
 from mclclip.util.remake import Remake
-from mclclip.verbs import embed, embed_passes, export, index, make_dataset
+from mclclip.verbs import embed, embed_passes, export, index
 from tests import tiny
 
 BROKEN = {5, *range(24, 27)}  # one of a batch, and a whole last batch
@@ -33,7 +34,7 @@ NUM_SAMPLES, BATCH = 40, 8
 
 
 def samples() -> Iterator[PackedSample]:
-    for sample in make_dataset.draw_samples(NUM_SAMPLES, 0):
+    for sample in draw_samples(NUM_SAMPLES, 0):
         broken = int(sample.key) in BROKEN
         yield dataclasses.replace(sample, image=b"no picture") if broken else sample
 
