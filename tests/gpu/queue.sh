@@ -58,8 +58,11 @@ figures() {
 
 step checks "$python" -m tests.gpu --limit-s "$limit" --only doctor 'kill -9' 'class centers' 'contrastive'
 figures heads head attention 'near copies'
-figures beside_vit_l 'beside open_clip_train: ViT-L-14'
-figures beside_vit_b 'beside open_clip_train: ViT-B-32'
+figures beside_vit_l 'in memory: ViT-L-14'
+figures beside_vit_b 'in memory: ViT-B-32'
+figures shards_vit_l 'from shards: ViT-L-14'
+figures shards_vit_b 'from shards: ViT-B-32'
+figures partial_fc PartialFC
 figures embedding embedding MFU
 figures k_means k-means machine
 if [ -n "${CIFAR10:-}" ] && [ -n "${MNIST:-}" ]; then
