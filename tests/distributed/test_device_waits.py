@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 from torch.profiler import ProfilerActivity, profile
 
 from mclclip.checkpoint import CheckpointConfig
@@ -61,6 +60,8 @@ OBJECTIVES |= {
         "closest_by": "label_embeddings",
     },
     "preserve, exact": {"kind": "preserve", "exact": True, "what": "features", "end_factor": 0.5},
+    "near copies, threshold": {"kind": "info_nce", "near_copies": {"threshold": 0.9}},
+    "near copies, margin": {"kind": "info_nce", "near_copies": {"margin": 0.05}},
     "distill, exact": {"kind": "distill", "exact": True, "end_factor": 0.5},
 }
 ENGINES: dict[str, dict[str, Any]] = {
@@ -181,7 +182,8 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
                 GLOBAL_BATCH, objective_cases.teacher_of(encoder).width, generator=random
             )
             for name, (encoder, _) in reads.stored.items()
-        },
+        }
+        | {name: torch.arange(GLOBAL_BATCH) // 2 for name in reads.digests},
     )
     if not reads.captions:
         batch.text = None
@@ -245,9 +247,11 @@ READS = (
 def readings_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> tuple[int, int]:
     """READS of two steps after the first one, and how many graphs torch has compiled. The profiler
     counts tensors of main memory too: nothing tells them apart on a CPU."""
+    from torch import _dynamo  # seconds to import
+
     torch.set_num_threads(1)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
     parsed, profiler = base.parse(options), profile(activities=[ProfilerActivity.CPU])
 
     def batches() -> Iterator[Batch]:
@@ -259,7 +263,7 @@ def readings_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> t
 
     trainer_of(options, how, folder, batches()).run()
     reads = sum(event.count for event in profiler.key_averages() if event.key in READS)
-    return reads, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return reads, _dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 COMPILED = [(name, what) for name in OBJECTIVES for what in ("model", "step")]
