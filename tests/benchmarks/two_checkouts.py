@@ -115,7 +115,7 @@ WORK: dict[str, Callable[[Side], float]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """The table."""
     parser = timing.parser(__doc__)
-    parser.set_defaults(rounds=3)
+    parser.set_defaults(rounds=2)
     parser.add_argument("before", type=Path, help="a checkout")
     parser.add_argument("after", type=Path, nargs="?", default=timing.ROOT)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="in their names")
