@@ -8,7 +8,7 @@
 #   make docs    the documentation as a site in docs/site; fails on a broken link
 #   make notebook  runs docs/notebooks/first_run.ipynb; fails where a cell fails
 #   make bench   figures with their units, and their ratios in one table (an hour; BENCH=--short: minutes)
-#   make peers   the environment of open_clip_train, which benchmarks compare with
+#   make peers   packages of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
 #   make soak    the slow tests at full count (hours)
 #   make clean   removes .venv and caches; runs/ is yours and stays
@@ -21,7 +21,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PEERS := .venv-peers
+PEERS := .peers
 PEERS_INSTALLED := $(PEERS)/.installed
 # The first of these that runs and is new enough (a pyenv shim may exist without running).
 PYTHON ?= $(shell for python in python3.11 python3; do \
@@ -75,16 +75,11 @@ docs: $(INSTALLED)
 notebook: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python docs/run_notebook.py $(NOTEBOOK)
 
-# This environment has its own packages, and through a .pth file those of .venv.
 peers: $(PEERS_INSTALLED)
 
 $(PEERS_INSTALLED): $(INSTALLED) tests/benchmarks/peers.txt
-	@echo "setting up $(PEERS) (once)"
-	@$(BIN)/python -m venv --clear $(PEERS)
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-		--requirement tests/benchmarks/peers.txt
-	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	$(BIN)/python -c "$$purelib" >"$$($(PEERS)/bin/python -c "$$purelib")/venv.pth"
+	@rm -rf $(PEERS)
+	@$(PIP) install --quiet --no-deps --target $(PEERS) --requirement tests/benchmarks/peers.txt
 	@touch $@
 
 bench: $(INSTALLED) $(PEERS_INSTALLED)

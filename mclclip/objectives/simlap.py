@@ -79,7 +79,7 @@ from mclclip.objectives.gated_pairs import (
 from mclclip.objectives.moco import MomentumCopy
 from mclclip.objectives.row_losses import to_fp32
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import to_device
+from mclclip.ranks.process_group import not_compiled, to_device
 from mclclip.util.options import STRICT, Share
 from mclclip.util.randomness import Integers, mix
 
@@ -301,6 +301,7 @@ class SimLAP(Objective):
         candidates = [collectives.gather(apply_norm(to_fp32(view), self.norm)) for view in copies]
         return list(zip(rows, candidates, strict=False))
 
+    @not_compiled  # it draws with numpy's integers without a sign, which torch does not know
     def _pairs(self, classes: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
         """Draws the partners of this rank's rows; returns their positives and negatives."""
         device = ids.device

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -108,7 +107,7 @@ def ours(setting: Setting, run_dir: Path, *more: str) -> float:
     path = run_dir.with_suffix(".yaml")
     path.write_text(configuration.dump(options(setting, run_dir, *more)))
     words = ["-m", "mclclip", "train", "--stage", "1", "--config", str(path), "--force"]
-    done = peers.run(sys.executable, words)
+    done = peers.run(words)
     rows = run_dir / "stage_1/train/metrics.jsonl"
     if done.returncode or not rows.exists():
         raise RuntimeError(f"mclclip gave no figures:\n{done.stderr[-2000:]}")

@@ -3,7 +3,7 @@
 Both decode the same files with the same open_clip training transform and tokenizer in this
 process; then both fetch bytes only, from warm and from dropped file caches. Then a whole loader
 with one worker stands beside that of open_clip's own training code, each in a process of its own,
-on one core (``make peers`` makes the environment that it needs). Real photographs are measured
+on one core (``make peers`` fetches what it needs). Real photographs are measured
 where the small real data sets are present. First come the ways to make pixels (``data.pixels``),
 from bytes to a training crop, beside open_clip's own transform (``--only pixels``: these alone).
 """
@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import tarfile
 import tempfile
 import time
@@ -135,7 +134,7 @@ class Reading:
         read()
         return timing.Spent(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
-    def epoch(self, whose: str, interpreter: str) -> timing.Spent:
+    def epoch(self, whose: str) -> timing.Spent:
         """One epoch of a loader with one worker on one core: ``loader_epoch``."""
         given = {
             "index": str(self.index_folder),
@@ -145,7 +144,7 @@ class Reading:
             "samples": self.size,
         }
         words = ["-m", "tests.benchmarks.loader_epoch", whose, json.dumps(given)]
-        done = peers.run(interpreter, words)
+        done = peers.run(words, peers=whose == "open_clip")
         if done.returncode:
             raise RuntimeError(f"the loader of {whose} failed:\n{done.stderr[-2000:]}")
         return timing.Spent(json.loads(done.stdout.splitlines()[-1]), math.nan)
@@ -211,12 +210,11 @@ def report_bytes(title: str, reading: Reading, rounds: int, cold: bool) -> None:
 
 def report_loaders(title: str, reading: Reading, rounds: int, ways: Sequence[str]) -> None:
     """Our loader beside open_clip's, or alone where open_clip_train cannot run."""
-    interpreter = peers.python(reads_shards=True)
     variants: dict[str, Callable[[], object]] = {
-        f"mclclip, {way}": partial(reading.epoch, way, sys.executable) for way in ways
+        f"mclclip, {way}": partial(reading.epoch, way) for way in ways
     }
-    if interpreter is not None:
-        variants["open_clip"] = lambda: reading.epoch("open_clip", interpreter)
+    if peers.can_run(reads_shards=True):
+        variants["open_clip"] = partial(reading.epoch, "open_clip")
     reference = list(variants)[-1]
     timings = timing.interleave(variants, rounds, warm_ups=0)
     rows = []
@@ -229,7 +227,7 @@ def report_loaders(title: str, reading: Reading, rounds: int, ways: Sequence[str
         ["loader", "samples/s", "time, ratio (quartiles)"],
         rows,
     )
-    if interpreter is None:
+    if "open_clip" not in variants:
         print(f"\n{peers.MISSING}")
 
 

@@ -1,8 +1,8 @@
-"""Where open_clip's own training code runs: an environment beside .venv, made by ``make peers``.
+"""open_clip's own training code in a process of its own, with two packages that only it wants.
 
-open_clip_train imports pandas, and reads shards with a webdataset that is older than ours. Its
-environment sees the packages of .venv, so both sides use the same torch, and has these two of its
-own (peers.txt).
+open_clip_train imports pandas, and reads shards with a webdataset that is older than ours. Both
+(peers.txt) lie in the folder ``.peers``, which ``make peers`` fills. It comes first on the path of
+that process; everything else, torch too, is what this process has.
 """
 
 from __future__ import annotations
@@ -11,37 +11,31 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata, util
+from importlib import util
 
 from tests.benchmarks import timing
 
-PYTHON = timing.ROOT / ".venv-peers" / "bin" / "python"
+FOLDER = timing.ROOT / ".peers"
 MISSING = "open_clip_train is left out, as it cannot run here: run 'make peers'"
 
 
-def python(*, reads_shards: bool) -> str | None:
-    """The interpreter under which open_clip_train runs, or None.
-
-    Where there is no environment for it, this process's own will do if it has what is needed: a GPU
-    machine may come with pandas, which is enough where no shards are read.
-    """
-    if PYTHON.exists():
-        return str(PYTHON)
-    has_pandas = util.find_spec("pandas") is not None
-    version = metadata.version("webdataset").split(".")[:2]
-    reads = not reads_shards or tuple(map(int, version)) <= (0, 2)
-    return sys.executable if has_pandas and reads else None
+def can_run(*, reads_shards: bool) -> bool:
+    """True if open_clip_train can run here: with pandas, and to read shards an older webdataset."""
+    has_pandas = (FOLDER / "pandas").is_dir() or util.find_spec("pandas") is not None
+    return has_pandas and (not reads_shards or (FOLDER / "webdataset").is_dir())
 
 
 def run(
-    interpreter: str, words: Sequence[str], threads: int = 1
+    words: Sequence[str], threads: int = 1, *, peers: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Ends like ``subprocess.run``, from the checkout, with its modules first on the path."""
-    path = os.pathsep.join(filter(None, [str(timing.ROOT), os.environ.get("PYTHONPATH")]))
+    """Runs Python with these words from the checkout, with its modules first on the path;
+    ``peers``: after those of the folder."""
+    folders = [str(FOLDER)] if peers else []
+    path = os.pathsep.join([*folders, str(timing.ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [interpreter, *words],
+        [sys.executable, *words],
         capture_output=True,
         text=True,
         cwd=timing.ROOT,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        env=os.environ | {"PYTHONPATH": path.strip(os.pathsep), "OMP_NUM_THREADS": str(threads)},
     )

@@ -23,12 +23,12 @@ from mclclip.models.loading import load_towers
 from mclclip.models.memory import StepMeter
 from mclclip.models.model import Model, unit
 from mclclip.models.transforms import defer_normalization
-from mclclip.ranks.process_group import Context
+from mclclip.ranks.process_group import Context, choose_peak_tflops
 from mclclip.verbs import index
 from mclclip.verbs.embed_passes import forward, image_passes
 from tests import tiny
 from tests.gpu.checks import Where
-from tests.gpu.figures import PEAKS, Row, figure, in_turn
+from tests.gpu.figures import Row, figure, in_turn
 
 PICTURES = 256  # different ones, which shards repeat
 
@@ -68,8 +68,7 @@ def embedding(where: Where) -> Iterator[Row]:
     count, num_batches = where.size(24_576, 32), where.size(6, 3)
     write_pictures(where.folder / "shards", count)
     context = Context(device=where.device)
-    name = torch.cuda.get_device_name(where.device) if where.on_gpu else ""
-    promised = next((peak for key, peak in PEAKS.items() if key in name), None)
+    promised = choose_peak_tflops(where.device)
     first_s, flop = 0.0, 0
     for precision, compiled in (("bf16", "none"), ("bf16", "model"), ("fp32", "none")):
         config = options(where, where.folder / "shards", precision, compiled)

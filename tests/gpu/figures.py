@@ -30,20 +30,15 @@ from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.objectives.products import EXACT, Products
-from mclclip.ranks.process_group import Context, pick_device
+from mclclip.ranks.process_group import Context, choose_peak_tflops, pick_device
 from mclclip.train.loop import ModelWithObjective
 from tests import tiny
-from tests.benchmarks import memory, synthetic
+from tests.benchmarks import synthetic
 from tests.gpu import Skip
 from tests.gpu.checks import Check, Where, Work, no_faiss
 from tests.nearest_checks import fit
 from tests.objective_loops import parts_of
 
-PEAKS = {
-    "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
-    "B200": 2250.0, "RTX 4090": 165.0,
-}  # fmt: skip
-"""Dense bf16 TFLOP/s by the makers' data sheets; the first name that fits counts."""
 FIGURES: dict[str, Check] = {}
 
 
@@ -70,7 +65,7 @@ def figure(name: str, limit_s: float) -> Callable[[Work], Work]:
 
 def entries() -> dict[str, Check]:
     """Every figure by its name."""
-    for module in ("kernels", "embedding"):
+    for module in ("beside", "embedding", "kernels"):
         import_module(f"tests.gpu.{module}")  # registers its own
     return FIGURES
 
@@ -397,8 +392,7 @@ def _mfu(where: Where, step: Step, variants: Sequence[Step] = ()) -> Iterator[Ro
     if not where.on_gpu:
         variants = [replace(one, model=tiny.MODEL, precision="fp32") for one in variants]
     reached = products_per_s(where.device, torch.bfloat16, where.size(8192, 256))
-    name = torch.cuda.get_device_name(where.device) if where.on_gpu else ""
-    promised = next((peak for key, peak in PEAKS.items() if key in name), None)
+    promised = choose_peak_tflops(where.device)
     first_s, flop = 0.0, 0.0
     for variant in variants:
         step_s, counted, held = measure(variant, where.device, where.size(10, 2))
@@ -412,54 +406,6 @@ def _mfu(where: Where, step: Step, variants: Sequence[Step] = ()) -> Iterator[Ro
             step_s / first_s,
             f"{share}{per_s:.1f} TFLOP/s ({per_s / reached:.1%} of products), {held:.1f} GiB",
         )
-
-
-def beside_open_clip(model: str, batch: int, where: Where) -> Iterator[Row]:
-    """open_clip's own entry point on one picture in memory, and our step as it is by default
-    (deterministic), with groups, and not deterministic; all in bf16, with the text tower locked.
-    Ours is of the step alone, on a batch that lies on the GPU. See
-    tests.benchmarks.bench_training."""
-    from tests.benchmarks import bench_training as bench
-    from tests.benchmarks import peers
-
-    interpreter = peers.python(reads_shards=False)
-    if interpreter is None:
-        raise Skip(peers.MISSING)
-    settings = [
-        bench.Setting(model, batch, "all", True, "bf16", 10, 2),
-        bench.Setting(model, batch, "all", False, "bf16", 10, 2),
-        bench.Setting(model, batch, 6, True, "bf16", 10, 2),
-        bench.Setting(model, batch, 6, False, "bf16", 10, 2),
-    ]
-    if not where.on_gpu:
-        settings = [bench.Setting("ViT-S-32-alt", 2, 1, False, "fp32", 1, 1)]
-    for setting in settings:
-        variants: dict[str, Callable[[], bench.Measured]] = {
-            "open_clip": partial(bench.theirs, setting, interpreter)
-        }
-        for name, groups, deterministic in (
-            ("mclclip", 1, True), ("mclclip, 4 groups", 4, True),
-            ("mclclip, not deterministic", 1, False),
-        ):  # fmt: skip
-            ours = replace(setting, groups=groups, deterministic=deterministic)
-            variants[name] = partial(memory.in_fresh_process, bench.ours, ours)
-        title = f"batch {setting.batch}, {setting.image_blocks} blocks"
-        title += ", compiled" if setting.compiled else ""
-        first_s = 0.0
-        for name, measured in variants.items():
-            found = measured()
-            # A GPU computes while its loader is waited for: only a CPU's waiting is left out.
-            step_s = found.step_s - (0 if where.on_gpu else found.data_s)
-            first_s = first_s or step_s
-            note = f"{found.peak_gib:.1f} GiB, waited {found.data_s:.3f} s of a step for data"
-            yield Row(
-                f"{title}: {name}", setting.batch / step_s, "samples/s", step_s / first_s, note
-            )
-
-
-for _model, _batch in (("ViT-L-14", 256), ("ViT-B-32", 1024)):
-    _measure = partial(beside_open_clip, _model, _batch)
-    figure(f"beside open_clip_train: {_model}", limit_s=500.0)(_measure)
 
 
 @figure("compile=model: ViT-L-14 unlocked", limit_s=180.0)

@@ -7,11 +7,12 @@
 #   tests/gpu/queue.sh DIR --tiny     the same at small sizes on the CPU, with its files in DIR/tiny
 #
 # Each leaves its figures as DIR/STEP.json and its output as DIR/STEP.log. A step that fails leaves its
-# log alone, and counts as open. `papers`, and then its control, train on CIFAR-10 and MNIST, of which
-# CIFAR10 and MNIST name the folders; one call is a piece, whose files lie below DIR/papers.
+# log alone, and counts as open. Steps beside others' code want what README.md says. `papers`, and
+# then its control, train on CIFAR-10 and MNIST, of which CIFAR10 and MNIST name the folders; one call
+# is a piece, whose files lie below DIR/papers.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 out=$(realpath -m "$1") next='' list='' device=cuda limit=530
 shift
 for word; do
@@ -58,8 +59,19 @@ figures() {
 
 step checks "$python" -m tests.gpu --limit-s "$limit" --only doctor 'kill -9' 'class centers' 'contrastive'
 figures heads head attention 'near copies'
-figures beside_vit_l 'beside open_clip_train: ViT-L-14'
-figures beside_vit_b 'beside open_clip_train: ViT-B-32'
+figures beside_vit_l 'in memory: ViT-L-14'
+figures beside_vit_b 'in memory: ViT-B-32'
+if [ -d .peers/webdataset ]; then
+  figures shards_vit_l 'from shards: ViT-L-14'
+  figures shards_vit_b 'from shards: ViT-B-32'
+elif [ -n "$list" ]; then
+  echo "open  shards_vit_l, shards_vit_b (make peers, or see README.md)"
+fi
+if [ -n "${PARTIAL_FC:-}" ]; then
+  figures partial_fc PartialFC
+elif [ -n "$list" ]; then
+  echo "open  partial_fc (set PARTIAL_FC)"
+fi
 figures embedding embedding MFU
 figures k_means k-means machine
 if [ -n "${CIFAR10:-}" ] && [ -n "${MNIST:-}" ]; then
