@@ -288,15 +288,16 @@ def _measure_step(
     """
     gradients = _allocate_gradients(trainee)  # they exist before a micro-batch runs
     held = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
+    piece = batch.slice(0, micro)
     with StepMeter(held) as step:
-        features: dict[str, Tensor] = trainee(batch.slice(0, micro), lambda features: features)
+        features: dict[str, Tensor] = trainee(piece, lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(torch.stack(sums).sum())
     operations = step.operations
-    if micro < local:  # gradient caching runs another forward pass before
-        with torch.no_grad(), StepMeter() as first:
-            trainee(batch.slice(0, micro), lambda features: features)
-        operations += first.operations
+    if micro < local:  # gradient caching runs the model twice, but not a teacher
+        with torch.no_grad(), StepMeter() as again:
+            trainee(piece, lambda features: features)
+        operations += again.operations
     return features, step.peak, operations // micro
 
 

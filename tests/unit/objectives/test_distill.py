@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +12,16 @@ from torch import Tensor, nn
 
 from mclclip.config import load
 from mclclip.data.batches import Batch
+from mclclip.engines import gradient_cache
+from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
+from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives import distill
 from mclclip.objectives.base import ObjectiveInputs, Teacher, parse
 from mclclip.plan import memory
 from mclclip.plan.machine import Machine
 from mclclip.ranks.process_group import SINGLE
+from mclclip.train.loop import ModelWithObjective
 from mclclip.verbs import plan
 from tests import tiny
 
@@ -35,7 +42,10 @@ class Seen(nn.Module):
 
 
 def built(teacher: Seen, *terms: dict[str, Any], scale: float | None = 10.0) -> Any:
-    every = [{"kind": "distill", "between": "images"} | term for term in terms]
+    every = [{"kind": "distill", **term} for term in terms]
+    for term in every:
+        if term["kind"] != "nt_xent":
+            term["between"] = "images"
     model = load_towers(tiny.MODEL, seed=1)
     of = Teacher(8, scale, lambda: teacher)
     return parse(every).build(ObjectiveInputs(model, SINGLE, 0, teacher=lambda _: of)), model
@@ -65,6 +75,41 @@ def test_a_teacher_sees_the_crop_in_its_own_pixels_once(size: int) -> None:
     torch.testing.assert_close(given.mean(dim=(2, 3)), pixels.mean(dim=(2, 3)), atol=0.01, rtol=0)
     objective(features, batch)["loss"].backward()
     assert not [*objective.parameters()] and not objective.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["distill", "preserve"])
+def test_gradient_caching_runs_a_teacher_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is that of a teacher that runs in both passes, under patch dropout too."""
+    view = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    term = {"kind": kind, "exact": True, "num_views": 2, "temperature": 0.1}
+    computed: list[bool] = []
+    add_features = distill.Distill.features
+
+    def gradient(forgets: bool) -> list[Tensor | None]:
+        def features(self: Any, model: Any, batch: Any, before: Any) -> Any:
+            if forgets:
+                batch = replace(batch, extras={})
+            state, num_extras = torch.get_rng_state(), len(batch.extras)
+            every = add_features(self, model, batch, before)
+            assert torch.equal(state, torch.get_rng_state())  # the first term has run the model
+            computed.append(len(batch.extras) > num_extras)
+            return every
+
+        objective, model = built(Seen(), {"kind": "nt_xent"}, term)
+        model.drop_patches(0.5)
+        trainee = ModelWithObjective(model.train(), objective)
+        engine = Engine(trainee, partial(build_optimizer, weight_decay=0.1), SINGLE)
+        monkeypatch.setattr(distill.Distill, "features", features)
+        torch.manual_seed(3)
+        batch = replace(batch_of(view), views=[view, view.flip(3)])
+        gradient_cache.backward(engine, batch, 3)
+        return [parameter.grad for parameter in model.parameters()]
+
+    once, twice = gradient(False), gradient(True)
+    assert computed == [True] * 3 + [False] * 3 + [True] * 6  # of three pieces
+    for mine, expected in zip(once, twice, strict=True):
+        assert (mine is None) == (expected is None)
+        assert mine is None or torch.equal(mine, expected)
 
 
 def test_another_number_of_channels_is_refused() -> None:
