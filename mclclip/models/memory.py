@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from mclclip.models import weights
+from mclclip.models.encoder import Encoder, load_concat
+from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 
@@ -60,6 +62,17 @@ def load_shapes(
             name, text=text, projector=projector, long_context=long_context,
             image_size=image_size, text_rows=text_rows, load_weights=False,
         )  # fmt: skip
+
+
+def load_encoder_shapes(name: str) -> Encoder:
+    """Calls `load_model` as `load_shapes` calls `load_towers`, with the same errors; the encoder
+    may be a concat."""
+    where = split_name(name)[0]
+    path = Path(str(where).removeprefix("local-dir:"))
+    if not (path / weights.CONCAT).is_file():
+        return Encoder([load_shapes(where)])
+    with torch.device("meta"), _StayOnMeta():
+        return load_concat(path, load_weights=False)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mclclip.config import load
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
+from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives import distill
@@ -141,3 +143,25 @@ def test_the_plan_counts_teachers() -> None:
     disk = [each["disk"] for each in found]
     assert disk[1]["exports"] - disk[0]["exports"] == teacher["size"]
     assert disk[1]["embeddings"] > disk[0]["embeddings"]
+
+
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_the_plan_counts_a_joined_teacher(tmp_path: Path, exact: str) -> None:
+    """Two stages that share two of three blocks and the text tower."""
+    stage = load_towers(tiny.MODEL, seed=1)
+    stage.save(tmp_path / "0")
+    names = stage.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            parameter += 0.01 if name in names else 0.0
+    stage.save(tmp_path / "1")
+    folder = tmp_path / "concat"
+    record = save_concat([tmp_path / "0", tmp_path / "1"], "raw", folder, ["a", "b"])
+    single, joined = (memory.measure_teacher(str(where)) for where in (tmp_path / "0", folder))
+    assert record["num_trunk_blocks"] == 2 and joined["text"] == single["text"]
+    assert joined["width"] == 2 * single["width"] == record["embed_dim"]
+    assert joined["size"] == 4 * record["num_parameters"]["concat"]
+    assert single["image"] < joined["image"] < 2 * single["image"]
+    terms = f"[{{kind: info_nce}}, {{kind: distill, teacher: {folder}, exact: {exact}}}]"
+    counted = plan.compute(load("demo", [f"train.objective={terms}"]), Machine(), 1_000)
+    assert (counted["memory"]["train"]["parts"]["objective"] > 0) == (exact == "true")
