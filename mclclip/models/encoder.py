@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mclclip.models import clip, weights
-from mclclip.models.encoder_names import RANDOM, split_name
+from mclclip.models import weights
+from mclclip.models.encoder_names import resolve_name
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
-from mclclip.models.loading import common_config, load_towers, refuse_without_weights
+from mclclip.models.loading import common_config, load_towers
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.util import files
@@ -113,7 +113,8 @@ class Encoder(nn.Module):
     @property
     def stage_dim(self) -> int:
         """The number of features of each stage, of the narrowest if they differ, before a cut."""
-        return min(stage.embed_dim for stage in self.stages)
+        dim: int = min(stage.embed_dim for stage in self.stages)
+        return dim
 
     def cut(self, width: int) -> "Encoder":
         """Returns the encoder of the first `width` numbers of each stage's features; the models are
@@ -433,16 +434,10 @@ def load_model(
     Raises FileNotFoundError if the directory is missing or holds no model, and ValueError if name,
     configuration and weights do not fit each other or no weights are named.
     """
-    if pretrained is None:
-        name, pretrained = split_name(name)
-    path = Path(str(name).removeprefix("local-dir:"))
-    if (path / weights.CONCAT).is_file():
-        clip.refuse_pretrained(str(name), pretrained)
-        return load_concat(path).to(device)
-    if pretrained is None:
-        refuse_without_weights(name)
-    is_random = pretrained == RANDOM and clip.is_without_weights(name)
-    return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
+    encoder = resolve_name(name, pretrained)
+    if encoder.concat is not None:
+        return load_concat(encoder.concat).to(device)
+    return Encoder([load_towers(encoder.where, encoder.pretrained)]).to(device)
 
 
 def counts_of(encoder: Encoder) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from mclclip.models import weights
-from mclclip.models.encoder import Encoder, load_concat
-from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 
@@ -57,22 +55,18 @@ def load_shapes(
             f"model.name is {name!r}, whose configuration lies on the hub: give local-dir:PATH of "
             "a copy to plan without fetching it"
         )
-    with torch.device("meta"), _StayOnMeta():
+    with on_meta():
         return load_towers(
             name, text=text, projector=projector, long_context=long_context,
             image_size=image_size, text_rows=text_rows, load_weights=False,
         )  # fmt: skip
 
 
-def load_encoder_shapes(name: str) -> Encoder:
-    """Calls `load_model` as `load_shapes` calls `load_towers`, with the same errors; the encoder
-    may be a concat."""
-    where = split_name(name)[0]
-    path = Path(str(where).removeprefix("local-dir:"))
-    if not (path / weights.CONCAT).is_file():
-        return Encoder([load_shapes(where)])
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within the block, new tensors have shapes and no values, and stay on the "meta" device."""
     with torch.device("meta"), _StayOnMeta():
-        return load_concat(path, load_weights=False)
+        yield
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

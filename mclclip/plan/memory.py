@@ -22,19 +22,20 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
-from mclclip.models.encoder import Encoder
+from mclclip.models.encoder import Encoder, load_concat
+from mclclip.models.encoder_names import resolve_name
 from mclclip.models.memory import (
     NeedsValues,
     StepMeter,
     faked,
-    load_encoder_shapes,
     load_shapes,
+    on_meta,
     size_bytes,
 )
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, parameter_groups
 from mclclip.models.options import ModelConfig
-from mclclip.models.parameters import describe_groups
+from mclclip.models.parameters import describe_groups, freeze_objective
 from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
@@ -90,6 +91,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         objective = options.objective.build(_on_fakes(inputs, model))
+        freeze_objective(objective, options.parameters)
         trainee = ModelWithObjective(model, objective, options.precision)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
         batches = {size: _at_size(batch, size) for size in (None, *options.listed_sizes)}
@@ -144,6 +146,7 @@ def check_parameters(config: Config, name: str) -> None:
         inputs = _objective_inputs(model, config, options, Machine())
         with torch.device(_META):
             objective = options.objective.build(inputs).to(_META)
+        freeze_objective(objective, options.parameters)
         trainee = ModelWithObjective(model, objective)
         describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
         parameter_groups(trainee, options.weight_decay, options.parameters)
@@ -194,7 +197,7 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
 
 def _load_encoder(config: Config, name: str | None) -> Encoder:
     """Loads a teacher without values; None: stage 0's encoder."""
-    return Encoder([_load(config.model)]) if name is None else load_encoder_shapes(name)
+    return Encoder([_load(config.model)]) if name is None else _load_teacher(name)
 
 
 def _on_fakes(inputs: ObjectiveInputs, model: Model) -> ObjectiveInputs:
@@ -421,10 +424,18 @@ def operations_of(options: ModelConfig) -> dict[str, Any]:
 def measure_teacher(name: str) -> dict[str, Any]:
     """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
     of its features, and the bytes of its weights (``size``)."""
-    encoder = load_encoder_shapes(name)
+    encoder = _load_teacher(name)
     facts = {"width": encoder.embed_dim, "size": size_bytes(encoder.parameters())}
     with faked(encoder) as fake:
         return _operations(fake) | facts
+
+
+def _load_teacher(name: str) -> Encoder:
+    encoder = resolve_name(name)
+    if encoder.concat is None:
+        return Encoder([load_shapes(encoder.where)])
+    with on_meta():
+        return load_concat(encoder.concat, load_weights=False)
 
 
 def _load(options: ModelConfig) -> Model:

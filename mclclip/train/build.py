@@ -35,7 +35,7 @@ from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
-from mclclip.models.parameters import describe_groups
+from mclclip.models.parameters import describe_groups, freeze_objective
 from mclclip.models.preparing import (
     prepare_model,
     refuse_folded_norms,
@@ -124,6 +124,7 @@ def build_objective(
             teacher=partial(_open_teacher, training.layout),
         )
     )
+    freeze_objective(objective, options.parameters)
     modules = (*model.modules(), *objective.modules())
     if options.global_batch == 1 and any(isinstance(m, _BatchNorm) and m.training for m in modules):
         raise ValueError(

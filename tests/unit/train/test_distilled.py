@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mclclip import method
+from mclclip.checkpoint import step_files
 from mclclip.config import Config, from_tree, to_tree
 from mclclip.data.bytes import RawSample
 from mclclip.data.extras import BaseFeatures
@@ -154,6 +155,19 @@ def test_a_weight_of_0_gives_the_bits_of_a_training_without_a_teacher(
         export.stage(config, SINGLE, stage=1, force=Remake.UNFIT)
         digests.append(tiny.digests(run_dir / "stage_1/export", "*.safetensors"))
     assert digests[0] == digests[1] and digests[0]
+
+
+def test_a_frozen_map_to_the_teacher_stays(taught: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(taught, tmp_path / "run")
+    frozen = "train.parameters=[{match: 'objective.*', lr_scale: 0}]"
+    terms = of_teachers({"teacher": TEACHER, "what": "features"})
+    config = options(tmp_path / "run", data, terms, frozen)
+    directory = train.run(config, SINGLE, stage=1, force=Remake.UNFIT)
+    state = step_files.load_model_state(directory / "checkpoints", 4)
+    (weight,) = (value for name, value in state.items() if name.endswith("projection.weight"))
+    torch.testing.assert_close(weight.T @ weight, torch.eye(6), atol=1e-6, rtol=0)
+    moments = step_files.load_model_state(directory / "checkpoints", 4, "optimizer")
+    assert moments and not any(name.startswith("objective") for name in moments)
 
 
 def big() -> dict[str, Any]:
