@@ -220,24 +220,37 @@ def _add_pack(verbs: Any) -> None:
 def _add_make_dataset(verbs: Any) -> None:
     verb = _add(verbs, "make-dataset")
     add = verb.add_argument
-    names = ["patterns", *datasets.NAMES]
-    add("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
+    names = ", ".join(datasets.NAMES)
+    add("name", choices=datasets.NAMES, metavar="NAME", help=f"one of {names}")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
     add("--seed", type=_COUNT, default=0, help="of what is drawn")
     add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("options of some data sets").add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
+    shards = "shortcut: captioned pictures; short for --source shards=FOLDER"
+    add(
+        "--shards",
+        dest="source",
+        action="append",
+        type="shards={}".format,
+        metavar="FOLDER",
+        help=shards,
+    )
     download = "let torchvision fill the folders of --source first"
     add("--download", action="store_true", default=None, help=download)
     for flag, kind, text in (
         ("--size", int, "stored pixels (of files: of the shorter side)"),
         ("--samples-per-shard", int, "images of a tar"),
-        ("--test-share", float, "trifeature, folder: drawn for testing"),
+        ("--test-share", float, "trifeature, folder, shortcut: drawn for testing"),
         ("--images-per-combination", int, "trifeature"),
         ("--texture-period", float, "trifeature: pixels of its canvas"),
         ("--digits", int, "cifar_mnist: different ones"),
         ("--copies", int, "stl_digits: digits on a picture"),
         ("--subset", str, "imagenet_subset: in1p, or a file of WordNet ids"),
+        ("--kind", str, "shortcut: bar, frame, number or watermark"),
+        ("--values", int, "shortcut: different ones"),
+        ("--probability", float, "shortcut: of a caption to name it"),
+        ("--template", str, "shortcut: of captions, with {shortcut} and {caption}"),
         ("--num-train", int, "attributed_patterns: pictures for training"),
         ("--num-test", int, "attributed_patterns: pictures for testing"),
     ):

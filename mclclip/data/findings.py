@@ -68,8 +68,8 @@ REASONS = {
     "a quotation mark within a caption is doubled",
     "extra_cells": "rows with more cells than the header, of which the rest is not read: put "
     "captions that hold the delimiter in quotation marks",
-    "no_caption_held_out": "images without any caption in a held-out share, left out",
-    "undecodable_held_out": "images of a held-out share that cannot be decoded, left out",
+    "uncaptioned": "images without any caption where captions are needed, left out",
+    "undecodable": "images that cannot be decoded, left out",
     "transparent": "pictures with transparency, which are laid on white",
     "narrow_range": "pictures of 16 bits whose values use less than a tenth of the range, which "
     "are nearly black as 8 bits: stretch them before",

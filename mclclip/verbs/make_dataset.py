@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import inspect
-import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-from PIL import Image
-
-from mclclip.data import datasets, patterns
-from mclclip.data.datasets.sources import Sources
-from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
+from mclclip.data import datasets
+from mclclip.data.datasets.sources import Files, Sources
+from mclclip.data.shard_writer import check_foreign, write_shards
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
 from mclclip.run.steps import Made, Step, make_artifact
@@ -25,11 +20,9 @@ from mclclip.util import files
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
+T = TypeVar("T")
 
-NUM_SAMPLES = 12_000
-NUM_PAIRS = 200
 SAMPLES_PER_SHARD = 2_000
-SPLITS = ("train", "test", "unlabeled")
 
 
 def run(
@@ -37,29 +30,23 @@ def run(
 ) -> Path:
     """Writes the data set ``name`` into ``out``, unless it is finished; returns ``out``.
 
-    ``name`` is 'patterns', whose options are the fields of ``Patterns``, or one of
-    ``data.datasets.NAMES``, whose options are ``source`` (entries ``NAME=FOLDER``), ``download``,
-    ``samples_per_shard``, and the keyword arguments of ``build`` in the module of that name. None
-    stands for the default. ``force`` moves shards of other settings aside. Raises ValueError for an
-    unknown name or option and for wrong values or files, and FileNotFoundError for missing files.
+    ``name`` is one of ``data.datasets.NAMES``. Its options are ``source`` (entries
+    ``NAME=FOLDER``), ``download``, ``samples_per_shard``, and the keyword arguments of ``build`` in
+    the module of that name. None stands for the default. ``force`` moves shards of other settings
+    aside. Raises ValueError for an unknown name or option and for wrong values or files, and
+    FileNotFoundError for missing files.
     """
     options = {option: value for option, value in options.items() if value is not None}
-    if name == "patterns":
-        _check_options(name, options, {f.name for f in fields(Patterns)} - {"name", "seed"})
-        check_foreign(out, "make-dataset", "shards")
-        make_artifact(Patterns(seed=seed, **options), out, None, force)
-        return out
     if name not in datasets.NAMES:
-        raise ValueError(
-            f"no built-in data set {name!r}: there is 'patterns', {', '.join(datasets.NAMES)}"
-        )
+        raise ValueError(f"no built-in data set {name!r}: there is {', '.join(datasets.NAMES)}")
     build = importlib.import_module(f"mclclip.data.datasets.{name}").build
     parameters = inspect.signature(build).parameters.values()
     settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     _check_options(name, options, {*settings, "source", "download", "samples_per_shard"})
     folders, download = _split_sources(options.pop("source", ())), options.pop("download", False)
     per_shard = options.pop("samples_per_shard", SAMPLES_PER_SHARD)
-    check_foreign(out, "make-dataset", *SPLITS)
+    folders_there = (path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else ()
+    check_foreign(out, "make-dataset", *folders_there)
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
     splits = Splits(name, seed, per_shard, places, settings | options)
     make_artifact(splits, out, (build, Sources(folders, download)), force)
@@ -71,9 +58,6 @@ def _check_options(name: str, options: Mapping[str, Any], allowed: Set[str]) -> 
         raise ValueError(
             f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(allowed))}"
         )
-
-
-# --- data sets with a train and a test split ---------------------------------------------------
 
 
 def _split_sources(source: Sequence[str]) -> dict[str, Path]:
@@ -92,7 +76,9 @@ Build = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Splits(Step[tuple[Build, Sources]]):
-    """Shards ``SPLIT/*.tar`` of a data set; each sample's ``.json`` has its attributes."""
+    """Shards ``SPLIT/*.tar`` of a data set, or files in ``SPLIT/`` where a split has no shards.
+
+    Each sample's ``.json`` has its attributes."""
 
     kind = "dataset"
     name: str
@@ -109,83 +95,25 @@ class Splits(Step[tuple[Build, Sources]]):
         splits = build(sources, self.seed, **self.options)
         sources.check_used()
         folder = out.begin()
-        for split, samples in splits.items():
-
-            def count_samples(split: str = split, samples: Any = samples) -> Iterator[PackedSample]:
-                shown = runlog.progress(samples, total=None, description=split)
-                for number, sample in enumerate(shown, start=1):
-                    counts["samples"][split] = number
-                    yield sample
-
-            of_split: dict[str, files.Record] = {}
-            target, per_shard = folder / split, self.samples_per_shard
-            if shards := write_shards(count_samples(), target, per_shard, of_split):
-                counts["shards"][split] = len(shards)
+        for split, content in splits.items():
+            target, of_split = folder / split, dict[str, files.Record]()
+            if isinstance(content, Files):
+                for name, data in _count(content.files, split, counts["samples"]):
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    (target / name).write_bytes(data)
+                    of_split[name] = files.record_of(target / name)
+            else:
+                samples = _count(content, split, counts["samples"])
+                if shards := write_shards(samples, target, self.samples_per_shard, of_split):
+                    counts["shards"][split] = len(shards)
             records |= {f"{split}/{name}": record for name, record in of_split.items()}
         samples_of = (f"{n:,} {split}" for split, n in counts["samples"].items())
         log.info("%s: %s", folder, ", ".join(samples_of))
         return Made(counts, records)
 
 
-# --- patterns ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Patterns(Step[None]):
-    """The pictures of the demo: ``shards/*.tar`` for training, in img2dataset's layout, and in
-    ``pairs`` ``num_pairs`` minimal pairs per attribute, in MMVP-VLM's layout."""
-
-    kind = "dataset"
-    name: str = "patterns"
-    seed: int = 0
-    num_samples: int = NUM_SAMPLES
-    num_pairs: int = NUM_PAIRS
-    samples_per_shard: int = SAMPLES_PER_SHARD
-
-    def make(self, out: Artifact, how: None) -> Made:
-        """Renders and writes all pictures."""
-        count, folder = self.num_samples, out.begin()
-        log.info("render %d pictures and %d pairs per attribute", count, self.num_pairs)
-        samples, records = draw_samples(count, self.seed), dict[str, files.Record]()
-        shards = write_shards(samples, folder / "shards", self.samples_per_shard, records)
-        pictures = _write_pairs(folder / "pairs", self.num_pairs, self.seed)
-        names = ("pairs/Questions.csv", *(f"pairs/{name}" for name in pictures))
-        return Made(
-            {"samples": count, "shards": len(shards), "questions": len(pictures)},
-            {f"shards/{name}": record for name, record in records.items()}
-            | files.records_of(folder, *names),
-        )
-
-
-def draw_samples(count: int, seed: int) -> Iterator[PackedSample]:
-    """Yields the first ``count`` training pictures of a seed."""
-    numbered = enumerate(patterns.patterns(count, seed))
-    for number, pattern in runlog.progress(numbered, total=count, description="render"):
-        image, about = encode_jpeg(pattern.image), dict(pattern.values)
-        yield PackedSample(f"{number:09d}", image, "jpg", [pattern.caption], about)
-
-
-def _write_pairs(root: Path, num_pairs: int, seed: int) -> list[str]:
-    """Writes the pictures and Questions.csv; returns the pictures' paths below ``root``."""
-    rows: list[tuple[int, str, str]] = []
-    for attribute in patterns.ATTRIBUTES:
-        folder = root / "MLLM_VLM Images" / attribute
-        folder.mkdir(parents=True, exist_ok=True)
-        for pair in patterns.minimal_pairs(attribute, num_pairs, seed):
-            for pattern in pair:
-                question_id = len(rows) + 1
-                (folder / f"{question_id}.jpg").write_bytes(encode_jpeg(pattern.image))
-                rows.append((question_id, attribute, pattern.caption))
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(("Question ID", "Type", "Statement"))
-    writer.writerows(rows)
-    files.write_bytes(root / "Questions.csv", text.getvalue().encode())
-    return [f"MLLM_VLM Images/{attribute}/{number}.jpg" for number, attribute, _ in rows]
-
-
-def encode_jpeg(image: np.ndarray) -> bytes:
-    """Encodes as JPEG without chroma subsampling, which would blur colours at 32 pixels."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "JPEG", quality=95, subsampling=0)
-    return buffer.getvalue()
+def _count(content: Iterable[T], split: str, counts: dict[str, int]) -> Iterator[T]:
+    """Yields the content of a split, and counts it in ``counts``."""
+    for number, item in enumerate(runlog.progress(content, total=None, description=split), start=1):
+        counts[split] = number
+        yield item

@@ -298,11 +298,11 @@ def _samples(
         folder = _folder(digest.digest(), held_out)
         measured = folder in held_out  # a benchmark needs captions, and pictures that decode
         if not row.captions:
-            findings.add(f"no_caption{'_held_out' * measured}", row.path or row.where)
+            findings.add("uncaptioned" if measured else "no_caption", row.path or row.where)
             if measured:
                 continue
         if measured and not _decodes(data):
-            findings.add("undecodable_held_out", row.path or row.where)
+            findings.add("undecodable", row.path or row.where)
             continue
         facts = {table.image_column: row.path} if row.path else {}
         facts[PACKED_FROM] = row.path or row.where

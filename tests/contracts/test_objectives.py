@@ -548,8 +548,8 @@ def test_zero(
     figures, state = ranks(world_size, run, name, "ddp", "fp32", {"clip_grad_norm": 0.02})[0]
     got_figures, got = ranks(world_size, run, name, engine, "fp32", options)[0]
     for parts, wanted in zip(got_figures, figures, strict=True):
-        for part in ("loss", "grad_norm"):
-            assert parts[part] == pytest.approx(wanted[part], rel=1e-4), part
+        for part, rel in (("loss", 1e-4), ("grad_norm", 1e-3)):
+            assert parts[part] == pytest.approx(wanted[part], rel=rel), part
     assert state.keys() == got.keys()
 
 

@@ -47,8 +47,8 @@ ELSEWHERE = {
     "link_member": "unit/data/test_tar_members.py",
     "truncated_shard": "unit/test_index.py", "damaged_shard": "unit/test_index.py",
     "data_after_end": "unit/data/test_shard_scan.py", "unreadable_shard": "unit/test_index.py",
-    "empty_shard": "unit/data/test_shard_scan.py", "no_caption_held_out": "unit/test_pack.py",
-    "undecodable_held_out": "unit/test_pack.py",
+    "empty_shard": "unit/data/test_shard_scan.py", "uncaptioned": "unit/test_pack.py",
+    "undecodable": "unit/test_pack.py",
     "no_label": "unit/eval/test_zeroshot.py",
 }  # fmt: skip
 

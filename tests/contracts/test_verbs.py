@@ -23,6 +23,7 @@ from PIL import Image
 
 from mclclip.cli import process
 from mclclip.config import Config
+from mclclip.data.datasets.patterns import build as build_patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.export import convert
 from mclclip.ranks.process_group import SINGLE
@@ -407,7 +408,9 @@ def call_convert(folder: Path, change: Any = (), force: Remake = Remake.NOTHING)
 
 FLAGS: dict[str, tuple[Call, list[Callable[..., object]], set[str]]] = {
     "pack": (call_pack, [pack.pack], {"source", "out"}),
-    "make-dataset": (call_make_dataset, [make_dataset.Patterns], {"name"}),
+    "make-dataset": (
+        call_make_dataset, [make_dataset.Splits, build_patterns], {"name", "sources", "options"},
+    ),
     "make-pairs": (call_make_pairs, [make_pairs.run], {"shards", "out"}),
     "filter": (
         VERBS["filter"].call, [filtering.run, filtering.Options], {"config", "context", "filters"},

@@ -16,11 +16,12 @@ from mclclip import config
 from mclclip.checkpoint import step_files
 from mclclip.config import Config
 from mclclip.data import patterns
+from mclclip.data.datasets.sources import jpeg
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.model import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import seed_everything
-from mclclip.verbs import index, make_dataset, train
+from mclclip.verbs import index, train
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.matrix import kept
@@ -122,7 +123,7 @@ def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures with captions of four sentences."""
     samples = [
         PackedSample(
-            f"{number:04d}", make_dataset.encode_jpeg(pattern.image), "jpg",
+            f"{number:04d}", jpeg(pattern.image), "jpg",
             [" ".join(f"The {name} is {value}." for name, value in pattern.values.items())],
         )
         for number, pattern in enumerate(patterns.patterns(96, 0))

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from mclclip.checkpoint import step_files
+from mclclip.data.datasets.patterns import draw_samples
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts
 from mclclip.util import files
-from mclclip.verbs import make_dataset
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
 from tests.matrix import in_soak
@@ -41,7 +41,7 @@ def damaged(sample: PackedSample) -> PackedSample:
 
 
 def samples() -> Iterator[PackedSample]:
-    return map(damaged, make_dataset.draw_samples(NUM_SAMPLES, 0))
+    return map(damaged, draw_samples(NUM_SAMPLES, 0))
 
 
 @pytest.fixture(scope="module")

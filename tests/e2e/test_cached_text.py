@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mclclip.data import patterns
+from mclclip.data.datasets.sources import jpeg
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.verbs.make_dataset import encode_jpeg
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak
@@ -26,7 +26,7 @@ def samples() -> Iterator[PackedSample]:
         other = ", ".join(f"{name}: {value}" for name, value in pattern.values.items())
         yield PackedSample(
             key=f"{number:04d}",
-            image=encode_jpeg(pattern.image),
+            image=jpeg(pattern.image),
             extension="jpg",
             captions=[pattern.caption, other],
             metadata={},

@@ -45,12 +45,17 @@ MOST_STEPS = 8  # new checkpoints before a kill
 STEP_S, START_S = 0.15, 6.0  # about what a step with its checkpoint, and a start, takes
 PART_AT_START = 0.15  # of the kills
 RUN_S = 300.0
-OPTIONS = (f"base.steps={STEPS}", "base.log_every=1", "data.num_workers=1")
 TEACHER = "tiny_clip@random"
 TAUGHT = (
     "[{kind: info_nce}, "
     f"{{kind: distill, teacher: {TEACHER}, exact: true, between: images, end_factor: 0.5}}]"
 )
+# A worker that comes up just as its launcher is killed cannot know of it: its limit ends it.
+PEER_TIMEOUT_S = 60
+OPTIONS = (
+    f"base.steps={STEPS}", "base.log_every=1", "data.num_workers=1",
+    f"peer_timeout_s={PEER_TIMEOUT_S}",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

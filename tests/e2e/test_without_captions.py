@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mclclip.data.datasets.patterns import draw_samples
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts
-from mclclip.verbs import make_dataset
 from tests import tiny
 from tests.e2e.conftest import RecordBatches, Shell
 
@@ -38,7 +38,7 @@ def config_of(folder: Path, bare: Callable[[int], bool]) -> Path:
     """A configuration over rendered shards in which the samples that are ``bare`` lack captions."""
 
     def samples() -> Iterator[PackedSample]:
-        for number, sample in enumerate(make_dataset.draw_samples(NUM_SAMPLES, 0)):
+        for number, sample in enumerate(draw_samples(NUM_SAMPLES, 0)):
             yield dataclasses.replace(sample, captions=[]) if bare(number) else sample
 
     write_shards(samples(), folder / "shards", 30)

@@ -267,7 +267,7 @@ def test_version(main: Any) -> None:
     ("words", "near"),
     [
         ("trian --stage 1", "nearest: train, "),
-        ("make-dataset patterns --out x --samples 1", "--samples (nearest: --samples-per-shard, "),
+        ("make-dataset patterns --out x --samples 1", "--samples (nearest: "),
         ("finetune photos --base x --out y --caption c.csv", "--caption (nearest: --captions, "),
         ("make-datset cifar10", "nearest: make-dataset, "),
         ("make-dataset cifar-10 --out x", "nearest: cifar10, "),

@@ -366,7 +366,7 @@ def test_a_held_out_share_has_only_pictures_with_captions(tmp_path: Path, images
     assert 0 < counts["choose"]["samples"] == counts["choose"]["captions"]
     assert 0 < counts["train"]["captions"] < counts["train"]["samples"]
     found = manifest.counts["findings"]
-    assert found["no_caption"]["count"] + found["no_caption_held_out"]["count"] == 30
+    assert found["no_caption"]["count"] + found["uncaptioned"]["count"] == 30
 
 
 def test_a_held_out_share_has_only_pictures_that_decode(tmp_path: Path, images: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_held_out_share_has_only_pictures_that_decode(tmp_path: Path, images: 
         (images / f"{number}.png").write_bytes(data if number % 3 else data[:40] + b"%d" % number)
         rows.append([f"{number}.png", "a caption"])
     manifest = run(tmp_path, images, rows, held_out={"choose": 0.5})
-    found = manifest.counts["findings"]["undecodable_held_out"]
+    found = manifest.counts["findings"]["undecodable"]
     assert 0 < found["count"] < 20
     assert all(int(name.partition(".")[0]) % 3 == 0 for name in found["examples"])
     assert manifest.counts["samples"] == 60 - found["count"]

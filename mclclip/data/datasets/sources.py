@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +26,18 @@ from mclclip.data.shard_writer import PackedSample, image_extension
 
 T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
-Splits = dict[str, Iterable[PackedSample]]
 # The data sets that torchvision can download, with its names for them.
 _DOWNLOADERS = {"cifar10": "CIFAR10", "mnist": "MNIST", "stl10": "STL10", "celeba": "CelebA"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """A split that has no shards: (name below the split's folder, content) of each of its files."""
+
+    files: Iterable[tuple[str, bytes]]
+
+
+Splits = dict[str, Iterable[PackedSample] | Files]
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,31 @@ def _png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def jpeg(pixels: Pixels) -> bytes:
+    """Encodes uint8 [H, W, 3] as JPEG; chroma subsampling would blur small colours."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=95, subsampling=0)
+    return buffer.getvalue()
+
+
+def minimal_pairs(statements: Iterable[tuple[str, bytes, str]]) -> Files:
+    """Lays minimal pairs out as MMVP-VLM does.
+
+    ``statements`` are (Type, JPEG, statement); two that follow each other are a pair.
+    """
+
+    def files() -> Iterator[tuple[str, bytes]]:
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(("Question ID", "Type", "Statement"))
+        for number, (kind, picture, statement) in enumerate(statements, start=1):
+            writer.writerow((number, kind, statement))
+            yield f"MLLM_VLM Images/{kind}/{number}.jpg", picture
+        yield "Questions.csv", text.getvalue().encode()
+
+    return Files(files())
 
 
 # --- options ---------------------------------------------------------------------------------
