@@ -17,7 +17,6 @@ from mclclip.config import Config, from_tree, to_tree
 from mclclip.data.bytes import RawSample
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.engines.engine import Engine
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
@@ -25,6 +24,7 @@ from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.remake import Remake
 from mclclip.verbs import embed, export, index, train
 from tests import tiny
+from tests.unit.train.conftest import CutAt
 
 STUDENT = tiny.ONE_BLOCK | {"embed_dim": 6}
 TEACHER = "tiny_clip@random"
@@ -91,10 +91,6 @@ def test_a_teacher_is_embedded_as_it_encodes(taught: Path, data: Path) -> None:
     np.testing.assert_allclose(images[[0, 59]], encoder.encode_image(views.float()), atol=1e-5)
 
 
-class CutOff(Exception):
-    """Ends a training as a kill does."""
-
-
 WAYS = {
     "stored": [{}, {"teacher": TEACHER, "what": "features", "distance": "squared"}],
     "exact": [{"exact": True, "end_factor": 0.5}, {"teacher": TEACHER, "exact": True}],
@@ -103,24 +99,16 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, taught: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, taught: Path, data: Path, tmp_path: Path, cut_at: CutAt
 ) -> None:
-    digests, update = [], Engine.update
+    digests = []
     for cut in (False, True):
         run_dir = tmp_path / str(cut)
         shutil.copytree(taught, run_dir)
         config = options(run_dir, data, of_teachers(*WAYS[name]))
         if cut:
-
-            def until_step_3(engine: Engine, batch: Any, lr: float) -> Any:
-                if batch.step == 3:  # the last checkpoint is that of two steps
-                    raise CutOff
-                return update(engine, batch, lr)
-
-            monkeypatch.setattr(Engine, "update", until_step_3)
-            with pytest.raises(CutOff):
+            with cut_at(3):  # the last checkpoint is that of two steps
                 train.run(config, SINGLE, stage=1, force=Remake.UNFIT)
-            monkeypatch.undo()
         train.run(config, SINGLE, stage=1, force=Remake.NOTHING if cut else Remake.UNFIT)
         export.stage(config, SINGLE, stage=1, force=Remake.UNFIT)
         digests.append(tiny.digests(run_dir / "stage_1/export"))
