@@ -24,7 +24,7 @@ from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.remake import Remake
 from mclclip.verbs import embed, export, index, train
 from tests import tiny
-from tests.unit.train.conftest import CutAt
+from tests.unit.train.conftest import cut_at
 
 STUDENT = tiny.ONE_BLOCK | {"embed_dim": 6}
 TEACHER = "tiny_clip@random"
@@ -99,7 +99,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, taught: Path, data: Path, tmp_path: Path, cut_at: CutAt
+    name: str, taught: Path, data: Path, tmp_path: Path
 ) -> None:
     digests = []
     for cut in (False, True):

@@ -19,7 +19,7 @@ from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.caption_rules import all_edits
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
-from tests.unit.train.conftest import CutAt
+from tests.unit.train.conftest import cut_at
 
 TERM = "{kind: preserve%s, weight: 0.5}"
 SUM = "train.objective=[{kind: info_nce}%s]"
@@ -158,7 +158,7 @@ MORE = {
 
 @pytest.mark.parametrize("name", MORE)
 def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, labelled: Path, data: Path, tmp_path: Path, cut_at: CutAt
+    name: str, labelled: Path, data: Path, tmp_path: Path
 ) -> None:
     digests = []
     for cut in (False, True):

@@ -160,16 +160,6 @@ def test_what_is_read_before_a_training_is_bounded(
     assert figures[4:] == [1, 3] and len(read) == 4
 
 
-@pytest.mark.parametrize(("threshold", "warns"), [(1e-6, False), (0.001, True)])
-def test_a_threshold_that_leaves_no_negatives_is_warned_of(
-    index: SampleIndex, caplog: pytest.LogCaptureFixture, threshold: float, warns: bool
-) -> None:
-    base = Stored()
-    base.rows = functional.normalize(base.rows.abs() if warns else torch.eye(12))
-    figures, warnings = report(caplog, batches_of(index), base, threshold=threshold)
-    assert (figures[3], len(warnings)) == ((100.0, 1) if warns else (0.0, 0))
-
-
 def test_captions_that_cannot_be_read_leave_the_count_open(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
