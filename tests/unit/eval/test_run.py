@@ -298,11 +298,7 @@ def test_named_models_suites_and_benchmarks(
 
 
 def test_widths_are_evaluated_beside_the_whole(
-    run_dir: Path,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the first numbers of the features; a width that these do not have is left out."""
     config, model = make_config(run_dir, folder), tmp_path / "model"
@@ -313,7 +309,7 @@ def test_widths_are_evaluated_beside_the_whole(
     assert "mine:3" in capsys.readouterr().out
     whole, cut = (results.read(run_dir / "results.jsonl") for _ in range(2))
     assert whole == cut and len(rows) == len(whole)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "load_model", None)  # nothing is pending: it is not loaded again
         assert not evaluation.run(config, SINGLE, **named)
     again = evaluation.run(config, SINGLE, models=[f"mine={model}"], widths=[3, 5])
