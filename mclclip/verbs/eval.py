@@ -203,9 +203,8 @@ class SuiteJudge:
         """Evaluates an encoder on every benchmark; returns its rows and adds them to ``path``.
 
         Each benchmark's rows are written when it is done, and replace earlier rows of the same
-        model and benchmark. ``identity``, such as ``identity_of(model)``, is recorded with the
-        number of features, so that a later call sees that nothing changed, and which widths there
-        are. All ranks call this; the first one writes.
+        model and benchmark. ``identity``, such as ``identity_of(model)``, is recorded, so that a
+        later call sees that nothing changed. All ranks call this; the first one writes.
         """
         extractor = Extractor(encoder, self.context, **self.settings)
         rows: list[Result] = []
@@ -401,11 +400,10 @@ def evaluate(
             partial(load_model, location, pretrained, device=str(context.device))
         )
         trained_on = on_main(partial(_trained_on, [location], config))
-        for width, some in _up_to(encoder.stage_dim, pending, name).items():
-            if not some:
-                continue
+        pending = _up_to(encoder.stage_dim, pending, name)
+        for width in [width for width, some in pending.items() if some]:
             measured = encoder if width is None else encoder.cut(width)
-            judge = SuiteJudge(some, context, trained_on, choices or {}, settings)
+            judge = SuiteJudge(pending[width], context, trained_on, choices or {}, settings)
             rows += judge.measure(measured, path, name_at(name, width), identities[width])
     return rows
 
@@ -418,8 +416,7 @@ def name_at(name: str, width: int | None) -> str:
 def _up_to(
     dim: int, pending: Mapping[int | None, dict[str, BenchmarkConfig]], name: str
 ) -> dict[int | None, dict[str, BenchmarkConfig]]:
-    """Returns those of ``pending`` whose widths features of ``dim`` numbers exceed; warns of widths
-    that are larger."""
+    """Returns those whose widths features of ``dim`` numbers exceed; warns of larger widths."""
     for width in (width for width in pending if width is not None and width > dim):
         log.warning("%s has features of %d numbers: no width %d of them", name, dim, width)
     return {width: some for width, some in pending.items() if width is None or width < dim}
