@@ -18,15 +18,16 @@ from torch.utils.data import Dataset
 
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
-from mclclip.data.loader import Loader
-from mclclip.data.picture_transform import as_transform
+from mclclip.data.loader import Loader, run_ahead
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.samples import tokenize
 from mclclip.data.training_images import Readable
 from mclclip.eval.images import Region
 from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
 from mclclip.models.encoder import Encoder
+from mclclip.models.transforms import defer_normalization
 from mclclip.ranks.collectives import gather_objects, raise_on_every_rank
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE, Context, choose_memory
 from mclclip.run.runlog import progress
 from mclclip.util.pair_products import pair_products
 
@@ -76,9 +77,14 @@ class Extractor:
         """
         if self.on_images is not None:
             self.on_images(paths)
-        read = partial(_read_images, self.encoder.preprocess_val, self.max_image_pixels)
+        transform = defer_normalization(self.encoder.preprocess_val)
+        read = partial(_read_images, transform, self.max_image_pixels)
         batches = _Batches(paths, read, self.batch_size)
-        return self._extract(batches, self.encoder.encode_image, "images", self.num_workers)
+
+        def encode(views: Tensor) -> Tensor:
+            return self.encoder.encode_image(transform.to_floats(views))
+
+        return self._extract(batches, encode, "images", self.num_workers)
 
     def texts(self, texts: Sequence[str]) -> Features:
         """Unit features [N, E] of texts, in their order, on every rank.
@@ -98,6 +104,13 @@ class Extractor:
         what: str,
         num_workers: int = 0,
     ) -> Features:
+        def compute(batch: Tensor | str) -> tuple[Tensor, None]:
+            if isinstance(batch, str):
+                raise ValueError(batch)
+            features = encode(batch.to(self.context.device, non_blocking=True)).float()
+            # Under autocast the encoder's features are off by a few thousandths in length.
+            return features / features.norm(dim=1, keepdim=True).clamp_min(1e-12), None
+
         def run(share: slice) -> Features:
             numbers = range(share.start, share.stop)
             loader = Loader[Tensor | str](
@@ -106,21 +119,19 @@ class Extractor:
                 num_workers=num_workers,
                 timeout_s=self.timeout_s,
                 describe=batches.describe,
+                pin_memory=choose_memory(self.context.device) == "pinned",
             )
-            parts = [torch.empty(0, self.encoder.embed_dim, device=self.context.device)]
+            parts = [np.empty((0, self.encoder.embed_dim), np.float32)]
             with _inference(self.encoder, self.precision, self.context.device):
-                for batch in progress(loader, total=len(numbers), description=f"encode {what}"):
-                    if isinstance(batch, str):
-                        raise ValueError(batch)
-                    features = encode(batch.to(self.context.device)).float()
-                    if not bool(torch.isfinite(features).all()):
+                results = run_ahead(compute, loader)
+                for rows, _ in progress(results, total=len(numbers), description=f"encode {what}"):
+                    if not np.isfinite(rows).all():
                         raise RuntimeError(
                             f"the encoder gave {what} features that are not finite in "
                             f"{self.precision}: the model has diverged, or needs precision=fp32"
                         )
-                    # Under autocast the encoder's features are off by a few thousandths in length.
-                    parts.append(features / features.norm(dim=1, keepdim=True).clamp_min(1e-12))
-                return torch.cat(parts).cpu().numpy()
+                    parts.append(rows)
+                return np.concatenate(parts)
 
         count = -(-len(batches.items) // self.batch_size)
         return np.concatenate(over_ranks(self.context, count, run, f"encoding {what}"))
@@ -148,10 +159,10 @@ class _Batches(Dataset[Any]):
 
 
 def _read_images(
-    transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Readable]
+    transform: PictureTransform, max_image_pixels: int, paths: Sequence[Readable]
 ) -> Tensor | str:
     """Reads and transforms images; returns [b, C, H, W], or an error message of one line."""
-    images, arrays = [], as_transform(transform).reads_arrays
+    images, arrays = [], transform.reads_arrays
     for path in paths:
         try:
             image = decode(path.read_bytes(), max_image_pixels, arrays)
@@ -169,7 +180,7 @@ def _read_images(
             return f"image {path} cannot be read: {error.strerror or error}"
         except ValueError as error:  # the transform cannot take this image
             return f"image {path}: {error}"
-    return torch.stack(images)
+    return transform.finish(images)
 
 
 @contextlib.contextmanager

@@ -220,22 +220,16 @@ def _add_pack(verbs: Any) -> None:
 def _add_make_dataset(verbs: Any) -> None:
     verb = _add(verbs, "make-dataset")
     add = verb.add_argument
-    names = ", ".join(datasets.NAMES)
-    add("name", choices=datasets.NAMES, metavar="NAME", help=f"one of {names}")
+    names = datasets.NAMES
+    add("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
     add("--seed", type=_COUNT, default=0, help="of what is drawn")
     add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("options of some data sets").add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
-    shards = "shortcut: captioned pictures; short for --source shards=FOLDER"
-    add(
-        "--shards",
-        dest="source",
-        action="append",
-        type="shards={}".format,
-        metavar="FOLDER",
-        help=shards,
-    )
+    shards: dict[str, Any] = {"dest": "source", "action": "append", "metavar": "FOLDER"}
+    text = "shortcut: captioned pictures; short for --source shards=FOLDER"
+    add("--shards", type="shards={}".format, help=text, **shards)
     download = "let torchvision fill the folders of --source first"
     add("--download", action="store_true", default=None, help=download)
     for flag, kind, text in (

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from mclclip.data.epoch_plan import ALONE, Level, build_levels, num_scheduled, require_steps
+from mclclip.data.epoch_plan import (
+    ALONE,
+    EpochPlan,
+    Level,
+    build_levels,
+    num_scheduled,
+    require_steps,
+)
 from mclclip.data.groups import GroupSizes
 from mclclip.data.labels import label_space, size_statistics
 from mclclip.data.options import Policy
+from mclclip.data.sample_index import SampleIndex
 from mclclip.run.runlog import count_of
 
 logger = logging.getLogger("mclclip")
@@ -171,3 +181,75 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
             policy, count_of(report.groups_below_batch, "group"), f"{global_batch:,}",
         )  # fmt: skip
     return report
+
+
+# --- attributes ----------------------------------------------------------------------------------
+
+_BATCHES, _GROUPED = 64, 1_000_000  # batches, and samples of whole groups, that are counted
+
+
+@dataclass(frozen=True)
+class AttributeCoverage:
+    """The part of a batch's loss that a model keeps if it reads nothing but one attribute.
+
+    A row's loss is the log of the number of rows in its batch that the model cannot tell apart:
+    those of its value. Where this is near 0, the attribute solves the batch, and nothing else is
+    learned. In groups of few values it is near the log of the batch.
+
+    nats, nats_ungrouped  its mean over rows of batches of the plan, and of batches drawn at random
+    values                effective number of values: exp of the entropy, in nats
+    values_in_group       the same within a group: exp of the mean entropy of a sample's group
+    """
+
+    nats: float
+    nats_ungrouped: float
+    values: float
+    values_in_group: float
+
+
+def attribute_coverage(codes: npt.NDArray[np.integer], plan: EpochPlan) -> AttributeCoverage:
+    """Counts the values ``codes`` [N] of an attribute in batches and groups of a plan; a negative
+    code is no value, and equals no other."""
+    grouped, size = plan.grouped, plan.global_batch
+    steps = np.unique(np.linspace(0, plan.steps_per_epoch - 1, _BATCHES).astype(np.int64))
+    random = np.random.default_rng([plan.seed, plan.stage])
+    drawn = (random.integers(len(grouped.sample_ids), size=size) for _ in steps)
+    counts = np.diff(grouped.group_starts)
+    # Whole groups, spread evenly, with about so many samples together.
+    every = max(1, round(len(grouped.sample_ids) / _GROUPED))
+    groups = [
+        codes[grouped.sample_ids[start : start + count]]
+        for start, count in zip(grouped.group_starts[::every], counts[::every], strict=False)
+        if count
+    ]
+    weights = [len(group) for group in groups]
+    return AttributeCoverage(
+        nats=float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps])),
+        nats_ungrouped=float(np.mean([_log_equal(codes[grouped.sample_ids[d]]) for d in drawn])),
+        values=math.exp(_entropy(np.concatenate(groups))),
+        values_in_group=math.exp(
+            np.average([_entropy(group) for group in groups], weights=weights)
+        ),
+    )
+
+
+def _log_equal(codes: npt.NDArray[np.integer]) -> float:
+    """Returns the mean over rows of the log of the number of rows with the same code."""
+    _, counts = np.unique(codes[codes >= 0], return_counts=True)
+    return float((counts * np.log(counts)).sum() / len(codes))
+
+
+def _entropy(codes: npt.NDArray[np.integer]) -> float:
+    return math.log(len(codes)) - _log_equal(codes)
+
+
+def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:
+    """Logs for each attribute of the index what it leaves to be learned."""
+    for name in index.attributes:
+        shares = attribute_coverage(index.attribute(name)[0], plan)
+        logger.info(
+            "coverage of the attribute %s: %.1f values, %.1f in a group; a model that reads it "
+            "alone has %.2f nats of a batch of %s left to learn from, and %.2f without groups",
+            name, shares.values, shares.values_in_group, shares.nats, f"{plan.global_batch:,}",
+            shares.nats_ungrouped,
+        )  # fmt: skip

@@ -14,16 +14,19 @@ from contextlib import nullcontext
 from multiprocessing import resource_tracker
 from typing import Any, Generic, TypeVar
 
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from mclclip.ranks import failures, signals
-from mclclip.ranks.process_group import start_loader_worker
+from mclclip.ranks.process_group import start_loader_worker, start_to_host
 from mclclip.util.files import printable
 
 # Workers send tensors through sockets in TMPDIR; the path of a socket has at most 107 characters.
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 T = TypeVar("T")
+Note = TypeVar("Note")
 log = logging.getLogger("mclclip")
 
 
@@ -33,7 +36,8 @@ class Loader(Generic[T]):
     num_workers  number of processes that read; 0: this process reads, without a time limit
     timeout_s    longest time to wait for an item
     describe     returns a name of an item and the keys of its samples, for error messages
-    batched      an item is a list, which the data set reads at once
+    collate      an item is a list, which the data set reads at once, and a worker makes a batch of
+                 the results by this function; None: ``dataset[item]`` is the batch
     pin_memory   as for DataLoader
     fresh        workers are started anew, not forked: urls cannot be read in a fork
                  (`mclclip.util.stores`)
@@ -50,7 +54,7 @@ class Loader(Generic[T]):
         num_workers: int,
         timeout_s: float,
         describe: Callable[[Any], tuple[str, Sequence[str]]],
-        batched: bool = False,
+        collate: Callable[[list[Any]], T] | None = None,
         pin_memory: bool = False,
         fresh: bool = False,
     ) -> None:
@@ -64,7 +68,7 @@ class Loader(Generic[T]):
             )
         self._in_file = _InFile(dataset) if fresh and num_workers else None
         one_by_one: dict[str, Any] = {"batch_size": None, "sampler": items}
-        as_lists: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
+        as_lists: dict[str, Any] = {"batch_sampler": items, "collate_fn": collate}
         self._loader: DataLoader[Any] = DataLoader(
             self._in_file or dataset,
             num_workers=num_workers,
@@ -73,7 +77,7 @@ class Loader(Generic[T]):
             pin_memory=pin_memory,
             persistent_workers=False,
             multiprocessing_context="spawn" if self._in_file else None,
-            **(as_lists if batched else one_by_one),
+            **(as_lists if collate else one_by_one),
         )
 
     def __len__(self) -> int:
@@ -136,6 +140,22 @@ class Loader(Generic[T]):
                 what, printable(" ".join(keys)),
             )  # fmt: skip
         return lost
+
+
+def run_ahead(
+    compute: Callable[[T], tuple[Tensor, Note]], batches: Iterable[T]
+) -> Iterator[tuple[NDArray[Any], Note]]:
+    """Yields the rows that ``compute`` gives for each batch, in main memory and in order, with its
+    note; a GPU has the next batch already when the rows of one are waited for."""
+    waiting: tuple[Callable[[], Tensor], Note] | None = None
+    for batch in batches:
+        rows, note = compute(batch)
+        following = start_to_host(rows), note
+        if waiting:
+            yield waiting[0]().numpy(), waiting[1]
+        waiting = following
+    if waiting:
+        yield waiting[0]().numpy(), waiting[1]
 
 
 class _InFile(Dataset[Any]):

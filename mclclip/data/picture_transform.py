@@ -36,6 +36,10 @@ class PictureTransform:
         batch: Tensor = default_collate([*drawn])
         return batch
 
+    def to_floats(self, views: Tensor) -> Tensor:
+        """Makes the views [n, C, H, W] of a batch float32, on the device on which they lie."""
+        return views.float()
+
 
 class FunctionTransform(PictureTransform):
     """A function as a transform, such as open_clip's."""

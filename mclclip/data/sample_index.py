@@ -255,10 +255,15 @@ class SampleIndex:
         if name not in self._codes:
             raise ValueError(
                 f"the index at {self.directory} has no attribute {name!r}, it has "
-                f"{sorted({*self._codes} - {PER_FIELD}) or 'none'}: name it in "
+                f"{self.attributes or 'none'}: name it in "
                 "data.sources.NAME.attributes, and run 'mclclip index --force'"
             )
         return self._codes[name], self._values[name]
+
+    @property
+    def attributes(self) -> list[str]:
+        """The sorted names of the attributes."""
+        return sorted({*self._codes} - {PER_FIELD})
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:

@@ -40,7 +40,7 @@ def choose_compile(
     Blocks with convolutions gain little, and batch norms of several ranks wait for each other
     inside. DeepSpeed's hooks at ZeRO stage 3 would be compiled again for every block. A training of
     fewer than 1e17 ``operations`` of this rank, five minutes of an H100, would not win back the
-    time that compiling takes.
+    time that compiling takes; nor would such an embedding pass, of which all ranks count.
     """
     if how.compile != "auto":
         return how.compile
@@ -52,7 +52,7 @@ def choose_compile(
     if can_compile() if compiler is None else compiler:
         return "model"
     log.warning(
-        "engine.compile=auto compiles nothing, and steps take about a fifth longer: Triton needs a "
+        "compile=auto compiles nothing, which takes about a fifth longer: Triton needs a "
         "C compiler (gcc, clang or CC) and Python's headers (python3-dev)"
     )
     return "none"

@@ -11,7 +11,8 @@ channels. Without it open_clip's towers are trained with open_clip's own transfo
 `FastTransform`. That draws the same box as open_clip's transform, and resizes it with torch's
 antialiased bicubic filter on uint8. Its pixels differ from those of PIL by at most 2 of 255
 (`tests/unit/models/test_fast_pixels.py`, `tests/benchmarks/README.md`). They stay uint8 until they
-are on the device, where `normalize` does the last step of open_clip's transform.
+are on the device, where `normalize` does the last step of open_clip's transform. So do the pixels
+of embedding and evaluation (`PixelTransform`), which are open_clip's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -36,7 +38,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
-from mclclip.data.picture_transform import PictureTransform
+from mclclip.data.picture_transform import PictureTransform, as_transform
 from mclclip.util.options import STRICT, Share, first_problem
 
 # The steps of open_clip's training transform if its augmentation only crops.
@@ -415,3 +417,50 @@ def normalize(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     are [C, 1, 1] on the same device.
     """
     return pixels.to(torch.float32).div_(255).sub_(mean).div_(deviation)
+
+
+# --- the last steps of open_clip's transforms, on the device ------------------------------------
+
+
+@dataclass(frozen=True)
+class PixelTransform(PictureTransform):
+    """A transform that ends in ToTensor and Normalize, without these two.
+
+    Loaders so send a quarter of the bytes, and a GPU divides. `to_floats` does the rest of the
+    transform, with the same bits on a CPU.
+
+    steps            those before the two; they return RGB pictures (PIL)
+    mean, deviation  one number for each channel, of values between 0 and 1
+    """
+
+    steps: Sequence[Callable[[Any], Any]]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, picture: Any) -> Tensor:
+        """Upright RGB picture (PIL) -> uint8 [3, H, W]."""
+        for step in self.steps:
+            picture = step(picture)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+    def to_floats(self, views: Tensor) -> Tensor:
+        """uint8 [n, 3, H, W] -> float32, normalised."""
+        return normalize(views, *_constants(self.mean, self.deviation, views.device))
+
+
+@cache
+def _constants(
+    mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns both as [C, 1, 1] on the device; once for all batches, since a GPU waits for it."""
+    first, second = (torch.tensor(v, device=device)[:, None, None] for v in (mean, deviation))
+    return first, second
+
+
+def defer_normalization(transform: Callable[[Any], Tensor]) -> PictureTransform:
+    """Returns a transform of which the device does the last steps (`to_floats`), if these are
+    open_clip's ToTensor and Normalize; else the transform as it is."""
+    *steps, to_tensor, last = getattr(transform, "transforms", [None, None])
+    if type(to_tensor).__name__ != "MaybeToTensor" or type(last).__name__ != "Normalize":
+        return as_transform(transform)
+    return PixelTransform(steps, tuple(last.mean), tuple(last.std))

@@ -164,6 +164,22 @@ def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None
     return tensor.to(device, non_blocking=True)
 
 
+def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Starts to copy ``tensor`` to main memory. The function that it returns waits for the copy and
+    returns it; it does not wait for what a GPU was given to do since."""
+    copied = tensor.to("cpu", non_blocking=True)  # of a GPU's to pinned memory
+    if choose_memory(tensor.device) == "pageable":
+        return lambda: copied
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return copied
+
+    return wait
+
+
 def init(
     device: str = "auto", *, deterministic: bool = False, limit_s: float | None = None
 ) -> Context:

@@ -1,9 +1,9 @@
 """The section on clusters of each stage: pictures and words of some clusters, sizes, and agreement.
 
-The words of a cluster are those that distinguish its captions from others. A word's weight is
-p log(p / q), its part of a Kullback-Leibler divergence: p is the share of the cluster's captions
-with this word, q that of other captions. The idea is that of tf-idf, with a cluster instead of a
-document: a word that is equally frequent everywhere has no weight, a rare one little.
+The words of a cluster are those that its captions have more often than others do: those whose log
+odds, of a caption to have the word, are higher by several standard errors. A prior of all captions
+draws rare words towards no difference (Monroe, Colaresi and Quinn, "Fightin' Words", 2008, Eqs. 15
+to 22).
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ STOP_WORDS = frozenset(
     "will with would you your".split()
 )
 _LONGEST = 40  # a longer string of characters is not a word
-_FEWEST_CAPTIONS = 3  # a word of a cluster is in at least so many of its captions
-_ERRORS = 3.0  # a word's shares inside and outside differ by so many standard errors
-_UNSEEN = 0.5  # a word that is in no caption outside counts as if in so many: the ratio is finite
+_ERRORS = 3.0  # a word's log odds inside and outside differ by so many standard errors
+_PRIOR = 10.0  # captions that the prior counts as
 
 
 def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
@@ -153,10 +152,9 @@ def dominant_words(
 ) -> dict[int, list[tuple[str, float, float]]]:
     """Finds for each group of captions at most ``count`` words that distinguish it from the others.
 
-    Returns (word, share of captions with it in the group, share outside), best first; of equal
-    weights, in alphabetical order. A word is in at least three captions of its group, and its share
-    there is higher by three standard errors, so that groups drawn at random have hardly any words.
-    Empty captions do not count.
+    Returns (word, share of captions with it in the group, share outside), those first whose log
+    odds differ by most standard errors, at least three; then in alphabetical order. Groups drawn at
+    random have hardly any such words. Empty captions do not count.
     """
     held = {
         name: Counter(word for text in captions for word in words_of(text))
@@ -167,16 +165,17 @@ def dominant_words(
     total = sum(sizes.values())
     dominant = {}
     for name, counts in held.items():
-        size, others = sizes[name], max(total - sizes[name], 1)
-        weighed = []
-        for word, number in counts.items():
-            inside, outside = number / size, (every[word] - number) / others
-            # The standard error of a difference of two shares, by the normal approximation.
-            share = (inside * size + outside * others) / (size + others)
-            error = math.sqrt(share * (1 - share) * (1 / size + 1 / others))
-            if number >= _FEWEST_CAPTIONS and inside - outside > _ERRORS * error:
-                weight = inside * math.log(inside / max(outside, _UNSEEN / others))
-                weighed.append((-weight, word, inside, outside))
+        size, others, weighed = sizes[name], total - sizes[name], []
+        for word, inside in counts.items():
+            outside, prior = every[word] - inside, (every[word] + 0.5) / (total + 1)
+            # Captions with and without the word: two in the group, two outside of it.
+            a, b, c, d = (
+                inside + _PRIOR * prior, size - inside + _PRIOR * (1 - prior),
+                outside + _PRIOR * prior, others - outside + _PRIOR * (1 - prior),
+            )  # fmt: skip
+            errors = math.log(a * d / (b * c)) / math.sqrt(1 / a + 1 / b + 1 / c + 1 / d)
+            if errors > _ERRORS:
+                weighed.append((-errors, word, inside / size, outside / max(others, 1)))
         best = sorted(weighed)[:count]
         dominant[name] = [(word, inside, outside) for _, word, inside, outside in best]
     return dominant
@@ -195,7 +194,7 @@ def agreement(run: Run) -> list[dict[str, Any]]:
     """
     ids = run.spread_ids(LABEL_ROWS)
     labels, rows_read = _labels(run, ids), spread(len(ids), AMI_ROWS)
-    attributes = sorted({name for shard in run.index.shards for name in shard.attributes})
+    attributes = run.index.attributes
     if len(labels) + len(attributes) < 2 or not labels:
         return []
     codes = [run.index.attribute(name)[0][ids[rows_read]] for name in attributes]

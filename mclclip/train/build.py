@@ -19,6 +19,7 @@ from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.checkpoint.step_files import path_of
 from mclclip.config import to_tree
 from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.coverage import report_attributes
 from mclclip.data.epoch_plan import EpochPlan, total_steps
 from mclclip.data.extras import BaseFeatures, EditedCaptions
 from mclclip.data.groups import Integers, StageGroups
@@ -412,4 +413,5 @@ def _build_batches(
                 compared.append(NearCopies(of=("pictures",)))
         base = next((extra for extra in inputs.extras if isinstance(extra, BaseFeatures)), None)
         report_near(batches, list(dict.fromkeys(compared)), base, clean_caption)
+        report_attributes(training.index, plan)
     return batches

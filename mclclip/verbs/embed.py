@@ -42,6 +42,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
 from mclclip.models.preparing import start_from_rows
+from mclclip.models.transforms import defer_normalization
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
@@ -50,7 +51,7 @@ from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
 from mclclip.util.remake import Remake
-from mclclip.verbs.embed_passes import Passes, forward, image_batches, made_of_shards, write_missing
+from mclclip.verbs.embed_passes import Passes, forward, image_passes, made_of_shards, write_missing
 
 log = logging.getLogger("mclclip")
 
@@ -169,7 +170,8 @@ class Pass:
         """Opens the samples as ``model`` takes them; raises if a shard has changed or is gone."""
         data = self.config.data
         collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
-        source = TarDataset(self.index, data, model.preprocess_val, image_rows=rows)
+        transform = defer_normalization(model.preprocess_val)
+        source = TarDataset(self.index, data, transform, image_rows=rows)
         collectives.raise_on_every_rank(source.check, "embed")
         return source
 
@@ -208,23 +210,23 @@ class ImageRows(Step[Pass]):
         model = load_towers(how.layout.export(0)).eval().to(context.device)
         image = torch.zeros(1, *model.image_shape, device=context.device)
 
-        def encode(pixels: Tensor) -> np.ndarray:
-            run = partial(model.encode_trunk, pixels, self.blocks)
-            rows = forward(config, context, run).cpu().numpy()
+        def encode(pixels: Tensor) -> Tensor:
+            return forward(config, context, partial(model.encode_trunk, pixels, self.blocks))
+
+        def check(rows: np.ndarray) -> None:
             if not (largest := float(np.abs(rows).max())) <= float(np.finfo(self.dtype).max):
                 raise ValueError(
                     f"the image rows have values (up to {largest:.3g}) that {self.dtype} does not "
                     "hold: set image_rows.dtype=float32, or look at the encoder if they are not "
                     "numbers"
                 )
-            return rows
 
         shape = encode(image).shape[1:]
         size = len(how.index) * int(np.prod(shape)) * np.dtype(self.dtype).itemsize
         advice = "free some, or take another run_dir"
         room = partial(files.check_room, out.directory, size, out.directory.glob("*.npy"))
         collectives.on_main(lambda: room("writing image rows", advice))
-        passes = partial(image_batches, config, context, how.source(model), model, encode=encode)
+        passes = image_passes(config, context, how.source(model), model, encode, check)
         return how.write(out, passes, self.dtype, *shape, shape=list(shape))
 
 
@@ -311,17 +313,15 @@ class Embeddings(Step[Pass]):
             collectives.raise_on_every_rank(partial(start_from_rows, model, rows), "embed")
         source = how.source(model.to(context.device), rows)
 
-        def features(pixels: Tensor) -> np.ndarray:
+        def features(pixels: Tensor) -> Tensor:
             if self.feature == "pooled":
                 assert isinstance(model, Model)
                 encode = partial(model.encode_tail, pixels, model.first_block, project=False)
             else:
                 encode = partial(model.encode_image, pixels)
-            rows = unit(forward(config, context, encode)).cpu().numpy()
-            _refuse_not_finite(rows)
-            return rows
+            return unit(forward(config, context, encode))
 
-        passes = partial(image_batches, config, context, source, model, encode=features)
+        passes = image_passes(config, context, source, model, features, _refuse_not_finite)
         return how.write(out, passes, self.dtype, model.embed_dim)
 
 

@@ -7,10 +7,12 @@ ranks, and a killed pass goes on at the first missing file.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,55 +21,101 @@ from torch import Tensor
 from mclclip.config import Config
 from mclclip.data.bytes import BadSample, read_excluded
 from mclclip.data.index_tables import Shard
-from mclclip.data.loader import Loader
+from mclclip.data.loader import Loader, run_ahead
 from mclclip.data.row_store import RowBatch, find_done_shards, read_notes, write_shard
 from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.engines import EngineConfig
+from mclclip.engines.build import choose_compile
 from mclclip.models.encoder import Encoder
+from mclclip.models.memory import StepMeter
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
+from mclclip.ranks.process_group import Context, choose_memory
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
 from mclclip.run.steps import Made
 from mclclip.util import files
 
+log = logging.getLogger("mclclip")
+
 Passes = Generator[Iterator[RowBatch], None, None]
 """Yields for each shard its batches. All batches of a shard must be taken before the next shard."""
 
 
-def image_batches(
+def image_passes(
     config: Config,
     context: Context,
     source: TarDataset,
     model: Model | Encoder,
+    encode: Callable[[Tensor], Tensor],
+    check: Callable[[np.ndarray], None],
+) -> Callable[[Sequence[Shard]], Passes]:
+    """Returns what yields for each shard batches of rows. All ranks call it.
+
+    ``encode`` computes the rows of images [n, C, H, W] on the device, or of image rows if
+    ``source`` reads these instead; ``check`` raises an error for rows that are not to be stored.
+
+    If torch compiles the blocks, all batches of the pass have one size, so that it compiles once
+    and a row has the same bits in whatever order ranks reach the shards.
+    """
+    shape = model.image_shape if source.image_rows is None else source.image_rows.shape
+    models = [*model.stages] if isinstance(model, Encoder) else [model]
+
+    def choose() -> str:
+        with StepMeter() as meter:
+            encode(torch.zeros(1, *shape, device=context.device))
+        operations = float(meter.operations) * len(source)  # of all ranks: they make equal rows
+        blocks = [block for each in models for block in each.blocks()]
+        return choose_compile(
+            EngineConfig(compile=config.embed.compile), context.device, blocks, operations
+        )
+
+    size, least = config.embed.batch_size, 0
+    if collectives.on_main(choose) == "model":
+        log.info("embed: torch compiles the blocks of the encoder")
+        for each in models:
+            each.compile_blocks()
+        longest = max(shard.stop - shard.start for shard in source.index.shards)
+        size = least = -(-longest // -(-longest // size))  # cuts the longest shard evenly
+    return partial(_image_batches, config, context, source, shape, encode, check, size, least)
+
+
+def _image_batches(
+    config: Config,
+    context: Context,
+    source: TarDataset,
+    shape: Sequence[int],
+    encode: Callable[[Tensor], Tensor],
+    check: Callable[[np.ndarray], None],
+    size: int,
+    least: int,
     shards: Sequence[Shard],
-    encode: Callable[[Tensor], np.ndarray],
 ) -> Passes:
-    """Yields for each shard batches of rows, which ``encode`` computes from images [n, C, H, W] on
-    the device, or from image rows if ``source`` reads these instead.
+    """Yields for each shard its batches of up to ``size`` rows, which are computed with zeros up to
+    ``least``.
 
     One loader reads all shards, so it does not stand still between them.
     """
-    size = config.embed.batch_size
-    shape = model.image_shape if source.image_rows is None else source.image_rows.shape
     cuts = [
         [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
     ]
     all_cuts = [cut for of_shard in cuts for cut in of_shard]
+    transform = source.transform
 
-    def encode_batch(samples: Sequence[Sample | BadSample]) -> RowBatch:
-        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
-        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
-        images = torch.zeros(len(samples), *shape)
-        if good.any():
-            views = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
-            images[good] = torch.stack(views).float()
-        rows = encode(images.to(context.device))
-        rows[~good.numpy()] = 0.0
-        return rows, {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
+    def compute(batch: _Batch) -> tuple[Tensor, _Batch]:
+        images = transform.to_floats(batch.images.to(context.device, non_blocking=True))
+        if batch.empty:
+            images[batch.empty] = 0.0
+        return encode(images), batch
 
-    loader: Loader[list[Sample | BadSample]] = Loader(
+    def finish(rows: np.ndarray, batch: _Batch) -> RowBatch:
+        rows = rows[: batch.num_samples]
+        check(rows)
+        rows[batch.empty] = 0.0
+        return rows, batch.reasons
+
+    loader: Loader[_Batch] = Loader(
         source,
         all_cuts,
         num_workers=min(config.data.num_workers, max(len(all_cuts) - 1, 0)),  # none for one batch
@@ -75,20 +123,53 @@ def image_batches(
         describe=lambda ids: source.bytes.describe(
             f"the batch of samples {ids[0]} to {ids[-1]}", ids
         ),
-        batched=True,
+        collate=partial(_collate, transform.finish, shape, least),
+        pin_memory=choose_memory(context.device) == "pinned",
         fresh=bool(source.bytes.reader.urls),
     )
-    batches = iter(loader)
+    results = run_ahead(compute, loader)
     for of_shard in cuts:
-        yield map(encode_batch, itertools.islice(batches, len(of_shard)))
-    next(batches, None)  # lets the loader end its workers
+        yield itertools.starmap(finish, itertools.islice(results, len(of_shard)))
+    next(results, None)  # lets the loader end its workers
+
+
+class _Batch(NamedTuple):
+    """Images that a worker has made ready for the device.
+
+    images       [n, C, H, W], or image rows [n, ...]
+    empty        places of samples without an image, where zeros stand: the others keep their bits
+    reasons      why samples have no image, by sample id
+    num_samples  how many of the n are samples; anything may follow
+    """
+
+    images: Tensor
+    empty: list[int]
+    reasons: dict[int, str]
+    num_samples: int
+
+
+def _collate(
+    finish: Callable[[Sequence[Tensor]], Tensor],
+    shape: Sequence[int],
+    least: int,
+    samples: Sequence[Sample | BadSample],
+) -> _Batch:
+    good = [sample for sample in samples if isinstance(sample, Sample)]
+    zeros = torch.zeros_like(good[0].views[0]) if good else torch.zeros(*shape)
+    views = [sample.views[0] if isinstance(sample, Sample) else zeros for sample in samples]
+    return _Batch(
+        finish(views + [zeros] * (least - len(views))),
+        [place for place, sample in enumerate(samples) if isinstance(sample, BadSample)],
+        {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)},
+        len(samples),
+    )
 
 
 def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
     """Calls ``encode`` without a graph, in the precision of ``embed.precision``; returns fp32."""
     bf16 = config.embed.precision == "bf16"
     with (
-        torch.inference_mode(),
+        torch.no_grad(),
         torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
     ):
         return encode().float()

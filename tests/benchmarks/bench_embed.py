@@ -29,6 +29,7 @@ from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.artifacts import RunPaths
+from mclclip.util.remake import Remake
 from mclclip.verbs import embed, export, index
 from tests.benchmarks import memory, timing
 from tests.benchmarks.bench_reading import photographs, rendered
@@ -76,7 +77,7 @@ def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") ->
         return model
 
     embed.load_towers = timed
-    embed.run(config, context, stage=0, force=True)
+    embed.run(config, context, stage=0, force=Remake.ALL)
     spent = time.perf_counter() - started[0]
     if world_size > 1:
         process_group.shutdown()

@@ -26,11 +26,14 @@ from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TarDataset
 from mclclip.models.model import unit
 from mclclip.models.preparing import start_from_rows
+from mclclip.models.transforms import defer_normalization
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.verbs import embed, export, index, plan
+from mclclip.verbs.embed_passes import forward, image_passes
 from tests.benchmarks import peers, timing
 from tests.benchmarks.bench_reading import rendered, repeated
 
@@ -142,15 +145,16 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     if config.image_rows.enabled:
         rows = StoredRows.of_images(layout, index, whole=False)
         start_from_rows(model, rows)
-    source = embed.TarDataset(index, config.data, model.preprocess_val, image_rows=rows)
+    transform = defer_normalization(model.preprocess_val)
+    source = TarDataset(index, config.data, transform, image_rows=rows)
 
-    def encode(pixels: torch.Tensor) -> np.ndarray:
-        features = embed.forward(config, SINGLE, partial(model.encode_image, pixels))
-        return unit(features).cpu().numpy()
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        return unit(forward(config, SINGLE, partial(model.encode_image, pixels)))
 
     start = time.perf_counter()
-    passes = embed.image_batches(config, SINGLE, source, model, index.shards, encode)
-    assert sum(len(features) for batches in passes for features, _ in batches) == len(index)
+    passes = image_passes(config, SINGLE, source, model, encode, lambda rows: None)
+    shards = passes(index.shards)
+    assert sum(len(features) for batches in shards for features, _ in batches) == len(index)
     return len(index) / (time.perf_counter() - start)
 
 

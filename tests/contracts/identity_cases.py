@@ -59,6 +59,7 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "embed.batch_size": ("embed.batch_size=10", set()),
     "embed.dtype": ("embed.dtype=float16", {IMAGES, TEXTS}),
     "embed.precision": ("embed.precision=bf16", {IMAGES, TEXTS}),
+    "embed.compile": ("embed.compile=model", set()),
     "embed.feature": ("embed.feature=pooled", {IMAGES}),
     "cluster.num_clusters": ("cluster.num_clusters=4", {CLUSTERS}),
     "cluster.algorithm": ("cluster.algorithm=euclidean", {CLUSTERS}),

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -71,7 +70,8 @@ def figure(name: str, limit_s: float) -> Callable[[Work], Work]:
 
 def entries() -> dict[str, Check]:
     """Every figure by its name."""
-    import_module("tests.gpu.kernels")  # registers its own
+    for module in ("kernels", "embedding"):
+        import_module(f"tests.gpu.{module}")  # registers its own
     return FIGURES
 
 
@@ -460,28 +460,6 @@ def beside_open_clip(model: str, batch: int, where: Where) -> Iterator[Row]:
 for _model, _batch in (("ViT-L-14", 256), ("ViT-B-32", 1024)):
     _measure = partial(beside_open_clip, _model, _batch)
     figure(f"beside open_clip_train: {_model}", limit_s=500.0)(_measure)
-
-
-@figure("embedding: images per second", limit_s=90.0)
-def embedding(where: Where) -> Iterator[Row]:
-    """The image tower alone, forward."""
-    model = load_towers("ViT-L-14" if where.on_gpu else tiny.MODEL, seed=0).to(where.device).eval()  # type: ignore[arg-type]
-    size, batch = model.image_size, where.size(512, 8)
-    assert isinstance(size, int)
-    images = torch.randn(batch, 3, size, size, device=where.device)
-    first = 0.0
-    for name, half in (("bf16", True), ("fp32", False)):
-
-        def forward(half: bool = half) -> Tensor:
-            with (
-                torch.inference_mode(),
-                torch.autocast(where.device.type, dtype=torch.bfloat16, enabled=half),
-            ):
-                return model.encode_image(images)
-
-        took = in_turn({name: forward}, where.device, 5)[name]
-        first = first or took
-        yield Row(f"batch {batch}, {name}", batch / took, "images/s", took / first)
 
 
 @figure("compile=model: ViT-L-14 unlocked", limit_s=180.0)

@@ -89,9 +89,9 @@ def build(
     folder = sources.folder("shards")
     parts = {part: folder / part for part in ("train", "test")}
     if all(path.is_dir() for path in parts.values()):
-        train, test = (Pictures(path, seed) for path in parts.values())
+        train, test = (Originals(path, seed) for path in parts.values())
     else:
-        train, test = (Pictures(folder, seed, part, test_share) for part in parts)
+        train, test = (Originals(folder, seed, part, test_share) for part in parts)
     for part, pictures in (("train", train), ("test", test)):
         if next(iter(pictures), None) is None:
             raise ValueError(f"--shards {folder}: there is no picture with a caption to {part} on")
@@ -113,7 +113,7 @@ class Shortcut:
     probability: float
     template: str
 
-    def train(self, pictures: Pictures) -> Iterator[PackedSample]:
+    def train(self, pictures: Originals) -> Iterator[PackedSample]:
         """Yields pictures with the shortcut, and captions that name it."""
         for number, picture in enumerate(pictures):
             phrase, image = self._put(picture)
@@ -128,27 +128,27 @@ class Shortcut:
         for line in pictures.findings.lines():
             log.warning("make-dataset: %s", line)
 
-    def content(self, pictures: Pictures) -> Iterator[PackedSample]:
+    def content(self, pictures: Originals) -> Iterator[PackedSample]:
         """Yields pictures that all have the first value, with their own captions."""
         for number, picture in enumerate(pictures):
             phrase, image = self._put(picture, 0)
             facts = {**picture.metadata, "shortcut": phrase}
             yield PackedSample(f"{number:09d}", image, "jpg", picture.captions, facts)
 
-    def plain(self, pictures: Pictures) -> Iterator[PackedSample]:
+    def plain(self, pictures: Originals) -> Iterator[PackedSample]:
         """Yields pictures as they were."""
         for number, picture in enumerate(pictures):
             extension = image_extension(picture.data) or "jpg"
             facts = dict(picture.metadata)
             yield PackedSample(f"{number:09d}", picture.data, extension, picture.captions, facts)
 
-    def by_value(self, pictures: Pictures) -> Iterator[tuple[str, bytes]]:
+    def by_value(self, pictures: Originals) -> Iterator[tuple[str, bytes]]:
         """Yields the files of a folder per value."""
         for number, picture in enumerate(pictures):
             phrase, image = self._put(picture)
             yield f"{phrase}/{number:09d}.jpg", image
 
-    def statements(self, pictures: Pictures) -> Iterator[tuple[str, bytes, str]]:
+    def statements(self, pictures: Originals) -> Iterator[tuple[str, bytes, str]]:
         """Yields a minimal pair of each Type for two pictures: one of the first half, and one of
         the second, since neighbours are often of one class. They have no caption in common."""
         half = sum(1 for _ in pictures) // 2
@@ -165,10 +165,10 @@ class Shortcut:
                 phrase, image = self._put(picture, number)
                 yield type_name, image, self._say(phrase, picture.captions[0])
 
-    def _value(self, picture: Picture) -> int:
+    def _value(self, picture: Original) -> int:
         return int(picture.draw("value")[0] * len(self.values))
 
-    def _put(self, picture: Picture, number: int | None = None) -> tuple[str, bytes]:
+    def _put(self, picture: Original, number: int | None = None) -> tuple[str, bytes]:
         """Returns the words of a value, and the picture with it as JPEG; None: its own value."""
         phrase, draw = self.values[self._value(picture) if number is None else number]
         image = picture.image.copy()
@@ -183,7 +183,7 @@ class Shortcut:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Original:
     """A picture of the user's with its captions; ``key`` is a hash of seed and bytes."""
 
     data: bytes
@@ -197,7 +197,7 @@ class Picture:
         return np.random.default_rng([self.key, *what.encode()]).random(count)
 
 
-class Pictures:
+class Originals:
     """The usable pictures of a folder; with a ``test_share`` those of one part of them.
 
     ``findings`` counts the others of the last pass.
@@ -211,7 +211,7 @@ class Pictures:
             raise ValueError(f"--shards {folder}: wanted shards, which 'mclclip pack' makes")
         self.seed, self.part, self.test_share = seed, part, test_share
 
-    def __iter__(self) -> Iterator[Picture]:
+    def __iter__(self) -> Iterator[Original]:
         self.findings = findings = Findings()
         for row in self.table.rows(findings):
             data = row.image or b""
@@ -228,7 +228,7 @@ class Pictures:
             except ValueError:
                 findings.add("undecodable", row.where)
                 continue
-            yield Picture(data, image, captions, row.metadata, int(mix(self.seed, digest)))
+            yield Original(data, image, captions, row.metadata, int(mix(self.seed, digest)))
 
 
 # --- kinds of shortcuts ------------------------------------------------------------------------
@@ -241,11 +241,11 @@ def _bars(count: int) -> Iterator[Value]:
         for side, colour in itertools.product(_SIDES, _COLOURS):
             yield f"{colour} bar {side}", partial(_draw_bars, [(side, colour)])
         return
-    for one, two, first, second in itertools.product(
+    for above, beside, first, second in itertools.product(
         (top, bottom), (left, right), _COLOURS, _COLOURS
     ):
-        phrase = f"{first} bar {one} and {second} bar {two}"
-        yield phrase, partial(_draw_bars, [(one, first), (two, second)])
+        phrase = f"{first} bar {above} and {second} bar {beside}"
+        yield phrase, partial(_draw_bars, [(above, first), (beside, second)])
 
 
 def _draw_bars(bars: Sequence[tuple[str, str]], picture: Image.Image, place: Place) -> None:
@@ -295,8 +295,8 @@ def _draw_sticker(text: str, picture: Image.Image, place: Place) -> None:
 
 def _watermarks(count: int) -> Iterator[Value]:
     """The name of an agency across the picture, made of two syllables and half transparent."""
-    for one, two in itertools.product(_SYLLABLES, repeat=2):
-        name = (two + one).capitalize()
+    for last, first in itertools.product(_SYLLABLES, repeat=2):
+        name = (first + last).capitalize()
         yield f"watermark of {name}", partial(_draw_watermark, name)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data.coverage import check_coverage, coverage_report
+from mclclip.data.coverage import attribute_coverage, check_coverage, coverage_report
 from mclclip.data.epoch_plan import EpochPlan, steps_per_epoch
 from mclclip.data.options import Policy
 from tests.batches import grouped_index
@@ -89,3 +89,41 @@ def test_one_group_is_exact(policy: Policy, samples: int) -> None:
 
 def test_pooled_leftovers_make_the_number_certain() -> None:
     assert steps_per_epoch(10_968_539, 8192, "backoff", 1000) == (1338, 1338)
+
+
+# --- attributes ----------------------------------------------------------------------------------
+
+
+def plan_of(labels: np.ndarray, batch: int) -> EpochPlan:
+    grouped = grouped_index(labels, (int(labels.max()) + 1,))
+    return EpochPlan(grouped, batch, "backoff", "round_robin", seed=0, stage=1, epoch=0)
+
+
+def test_what_an_attribute_leaves_of_a_batch_is_counted_in_the_batches_themselves() -> None:
+    """A group has two values of 32: 2.1 nats of a batch of 16, and 0.4 without groups."""
+    random = np.random.default_rng(0)
+    codes = random.integers(32, size=6_400)
+    plan = plan_of(codes // 2, 16)
+    counted = attribute_coverage(codes, plan)
+    losses = []
+    for step in range(plan.steps_per_epoch):
+        rows = codes[plan.batch(step).ids]
+        losses += [np.log((rows == row).sum()) for row in rows]
+    assert counted.nats == pytest.approx(np.mean(losses), abs=0.03)
+    same = 1 + random.binomial(15, 1 / 32, 100_000)
+    assert counted.nats_ungrouped == pytest.approx(np.log(same).mean(), abs=0.05)
+    assert counted.values == pytest.approx(32, rel=0.01)
+    assert counted.values_in_group == pytest.approx(2, rel=0.01)
+
+
+def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
+    codes = np.repeat(np.arange(8), 100)
+    counted = attribute_coverage(codes, plan_of(codes, 20))
+    assert (counted.nats, counted.values_in_group) == (pytest.approx(np.log(20)), 1.0)
+
+
+def test_samples_without_a_value_are_told_apart() -> None:
+    codes = np.full(400, -1)
+    counted = attribute_coverage(codes, plan_of(np.zeros(400, int), 16))
+    assert counted.nats == counted.nats_ungrouped == 0.0
+    assert counted.values == counted.values_in_group == pytest.approx(400)

@@ -457,7 +457,7 @@ def assert_equal(local: TarDataset, served: TarDataset, workers: int = 0) -> Non
         batches,
         num_workers=workers,
         describe=lambda *_: "batch",
-        batched=True,
+        collate=list,
         fresh=True,
         timeout_s=300.0,
     )

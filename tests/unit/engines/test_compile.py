@@ -61,7 +61,7 @@ def test_without_a_compiler_a_line_says_what_is_missing(caplog: pytest.LogCaptur
     blocks = load_towers(tiny.MODEL, seed=0).blocks()
     for operations, said in ((1e16, False), (LONG, True)):
         build.choose_compile(EngineConfig(), torch.device("cuda"), blocks, operations, False)
-        assert ("engine.compile=auto" in caplog.text) == said
+        assert ("compile=auto" in caplog.text) == said
 
 
 def test_a_model_without_known_blocks_is_not_compiled() -> None:

@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from mclclip.data.loader import run_ahead
 from mclclip.eval.features import Extractor
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
+from tests import tiny
 
 
 @pytest.fixture
@@ -32,6 +37,32 @@ def test_rows_come_in_the_order_asked(
     assert features.dtype == np.float32 and features.shape == (10, 16)
     assert np.allclose(features, encoder.image_table.flip(0).numpy(), atol=1e-7)
     assert max(encoder.seen_batches) == min(batch_size, 10)
+
+
+def test_rows_of_an_encoder_are_those_of_its_transform_to_the_bit(images: list[Path]) -> None:
+    """The device normalises what workers have cut to its size."""
+    encoder = Encoder([load_towers(tiny.MODEL, seed=0)])
+    found = Extractor(encoder, batch_size=4, num_workers=2).images(images)
+    pixels = torch.stack([encoder.preprocess_val(Image.open(path)) for path in images])
+    wanted = [encoder.encode_image(pixels[start : start + 4]) for start in (0, 4, 8)]
+    rows = torch.cat(wanted)
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    assert np.array_equal(found, rows.numpy())
+
+
+def test_the_next_batch_is_computed_before_a_row_is_read() -> None:
+    """So that a GPU has work while the host writes."""
+    done: list[str] = []
+
+    def compute(number: int) -> tuple[torch.Tensor, int]:
+        done.append(f"compute {number}")
+        return torch.tensor([number]), -number
+
+    for rows, note in run_ahead(compute, range(3)):
+        assert rows.tolist() == [-note]
+        done.append(f"read {rows[0]}")
+    order = ["compute 0", "compute 1", "read 0", "compute 2", "read 1", "read 2"]
+    assert done == order and list(run_ahead(compute, [])) == []
 
 
 def test_equal_texts_are_encoded_once_and_are_equal(planted: Any) -> None:

@@ -17,11 +17,13 @@ from mclclip.data.decode import decode_image, decode_pixels
 from mclclip.models.config_check import BACKBONE
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import (
+    PixelFormat,
+    PlainTransform,
     choose_rows_first,
     crop_box,
+    defer_normalization,
     fast_transform,
     no_box_fits,
-    normalize,
     rows_first,
 )
 from tests import tiny
@@ -131,14 +133,29 @@ def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
     assert told > 100
 
 
-def test_normalising_later_gives_open_clips_bits() -> None:
-    settings = PreprocessCfg(size=16)
-    image = picture(16, 16, "noise")
-    wanted = image_transform_v2(settings, is_train=False)(image)
-    mean, deviation = (torch.tensor(v)[:, None, None] for v in (settings.mean, settings.std))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    found = normalize(torch.stack([pixels, pixels]), mean, deviation)
-    assert torch.equal(found, torch.stack([wanted, wanted])) and pixels.dtype == torch.uint8
+@pytest.mark.parametrize("size", [16, (16, 24)], ids=str)
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("std", [(0.27, 0.26, 0.28), 0.5], ids=str)
+def test_what_the_device_normalises_has_open_clips_bits(size: Any, mode: Any, std: Any) -> None:
+    settings = PreprocessCfg(size=size, resize_mode=mode, mean=(0.5, 0.4, 0.3), std=std)
+    whole = image_transform_v2(settings, is_train=False)
+    split = defer_normalization(whole)
+    pictures = [picture(high, wide, "noise") for high, wide in ((16, 16), (40, 21), (9, 70))]
+    views = split.finish([split(each) for each in pictures])
+    assert views.dtype == torch.uint8 and views.is_contiguous()
+    assert torch.equal(split.to_floats(views), torch.stack([whole(each) for each in pictures]))
+
+
+def test_other_transforms_stay_as_they_are() -> None:
+    plain = PlainTransform(PixelFormat((8, 8), [0.0], [1.0]))
+    assert defer_normalization(plain) is plain
+
+    def function(image: Image.Image) -> torch.Tensor:
+        return torch.full((1, 2, 2), float(image.width), dtype=torch.float16)
+
+    split = defer_normalization(function)
+    views = split.to_floats(split.finish([split(Image.new("RGB", (3, 1)))]))
+    assert torch.equal(views, torch.full((1, 1, 2, 2), 3.0))
 
 
 def settle(pixels: str, augmentation: dict[str, Any], name: Any) -> str:

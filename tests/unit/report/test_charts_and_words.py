@@ -109,16 +109,16 @@ def test_words_of_a_caption() -> None:
 
 
 def test_a_word_that_all_groups_share_is_none_of_any() -> None:
-    groups = {0: ["red ball on grass"] * 6, 1: ["blue ball on grass"] * 4, 2: ["", "rare"]}
+    groups = {0: ["red ball on grass"] * 60, 1: ["blue ball on grass"] * 40, 2: ["", "rare"]}
     found = dominant_words(groups, 5)
     assert [word for word, *_ in found[0]] == ["red"]
     assert [word for word, *_ in found[1]] == ["blue"]
-    assert found[2] == []  # in fewer than three captions
+    assert found[2] == []  # one caption says little
     assert found[0][0] == ("red", 1.0, 0.0)
 
 
 def test_shares_are_of_captions_that_are_not_empty() -> None:
-    groups = {0: ["red"] * 9 + ["", ""], 1: ["blue"] * 9 + ["red", "", ""]}
+    groups = {0: ["red"] * 90 + ["", ""], 1: ["blue"] * 90 + ["red"] * 10 + [""]}
     assert dominant_words(groups, 5)[0] == [("red", 1.0, pytest.approx(1 / 10))]
 
 
@@ -130,12 +130,23 @@ def test_groups_drawn_at_random_have_hardly_any_words() -> None:
 
 
 def test_the_order_is_that_of_the_definition() -> None:
-    """Against the weight p log(p / q), written out, with half a caption for none."""
-    inside = ["often rare"] * 4 + ["often"] * 5 + ["other"]
-    outside = ["often"] * 3 + ["other"] * 17
+    """Against log odds with a prior of ten captions, in standard errors, written out."""
+    inside = ["often rare"] * 40 + ["often"] * 50 + ["other"] * 10
+    outside = ["often"] * 30 + ["other"] * 170
     found = dominant_words({0: inside, 1: outside}, 5)[0]
-    weights = {"often": 0.9 * math.log(0.9 / 0.15), "rare": 0.4 * math.log(0.4 / (0.5 / 20))}
-    assert [word for word, *_ in found] == sorted(weights, key=lambda word: -weights[word])
+
+    def errors(word: str) -> float:
+        share = (sum(word in text for text in inside + outside) + 0.5) / 301
+        odds, variance = [], 0.0
+        for captions in (inside, outside):
+            number = sum(word in text for text in captions)
+            having, lacking = number + 10 * share, len(captions) - number + 10 * (1 - share)
+            odds.append(math.log(having / lacking))
+            variance += 1 / having + 1 / lacking
+        return (odds[0] - odds[1]) / math.sqrt(variance)
+
+    assert [word for word, *_ in found] == ["often", "rare"]
+    assert errors("often") > errors("rare") > 3 > errors("other")
 
 
 def test_no_captions_give_no_words() -> None:
