@@ -23,6 +23,7 @@ from pathlib import Path
 from mclclip import config as configuration
 from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
+from mclclip.plan import memory
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import trackers
@@ -111,6 +112,8 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     rules.check(config, num_ranks=context.world_size, run=True)
     inputs.check(config)
+    for name in config.trainings:
+        memory.check_parameters(config, name)
     trackers.check_installed(config.track)
     if config.relocate.enabled and config.has_stages:
         relocate.check(config)

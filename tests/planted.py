@@ -36,6 +36,8 @@ class PlantedEncoder:
     def embed_dim(self) -> int:
         return int(self.image_table.shape[1])
 
+    stage_dim = embed_dim
+
     def preprocess_val(self, image: Image.Image) -> Tensor:
         return torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
 

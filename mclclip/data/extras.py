@@ -4,14 +4,14 @@
 that are wrong for the picture: edits of the drawn caption by the rules of ``caption_rules``, or
 texts of a field of the sample's ``.json``. If there are too few, the right caption fills their
 places, and a mask says where. `EqualityDigests` adds numbers that are equal for equal captions and
-pictures, and `report_equal` logs before a training how many of these a batch has.
+pictures.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.data.batches import TrainingBatches
 from mclclip.data.bytes import Bytes, RawSample
 from mclclip.data.locations import CAPTION
 from mclclip.data.options import DataConfig
@@ -230,7 +229,6 @@ def report_edits(wanted: HardCaptions, index: SampleIndex, data: DataConfig, opt
 
 Integers = npt.NDArray[np.int64]
 CAPTION_DIGEST, PICTURE_DIGEST = "caption_digest", "picture_digest"
-MOST_READ = 4096  # captions that are read before training, to count equal ones
 
 
 @dataclass(eq=False)
@@ -291,112 +289,3 @@ def picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:
     sizes = index.image_size[sample_ids].astype(np.int64) & 0x7FFFFFFF
     marks: Integers = sizes << 32 | index.image_crc32[sample_ids].astype(np.int64)
     return marks
-
-
-# --- coverage ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EqualRows:
-    """Means over ``num_batches`` global batches, of ``num_rows`` rows each.
-
-    pairs      number of pairs of equal rows within a group
-    share      share of the rows that have an equal row in their group
-    all_pairs  number of all pairs within a group
-    """
-
-    num_batches: int
-    num_rows: int
-    pairs: float
-    share: float
-    all_pairs: float
-
-
-@dataclass(frozen=True)
-class SurveyedBatch:
-    """Holds some rows of a global batch, before their pictures are read.
-
-    ids, group_ids, captions   int64 [n]: samples, their groups, and the number of the drawn caption
-    parts                      for each row a function that cuts the caption to the drawn sentences;
-                               None: the caption stays whole
-    """
-
-    ids: Integers
-    group_ids: Integers
-    captions: Integers
-    parts: Sequence[Callable[[str], str] | None]
-
-    def texts(self, batches: TrainingBatches) -> list[str]:
-        """Reads what was drawn of the captions. Raises the errors of ``Bytes.captions_of``."""
-        read = batches.dataset.bytes.captions_of(self.ids.tolist())
-        drawn = zip(read, self.captions.tolist(), self.parts, strict=True)
-        return [part(of_one[n]) if part else of_one[n] for of_one, n, part in drawn]
-
-
-def survey(batches: TrainingBatches) -> Iterator[SurveyedBatch]:
-    """Yields some batches of the first epoch, evenly spaced, with at most 4,096 rows together, or
-    every n-th row of a larger batch. Samples that prove unusable are among them."""
-    plan = batches.plan(0)
-    num = min(plan.steps_per_epoch, max(1, MOST_READ // plan.global_batch))
-    nth = slice(None, None, -(-plan.global_batch // MOST_READ))
-    for step in np.arange(num) * plan.steps_per_epoch // num:
-        planned = plan.batch(int(step))
-        drawn = planned.ids, 0, planned.occurrence
-        yield SurveyedBatch(
-            planned.ids[nth],
-            planned.group_ids[nth],
-            batches.caption_numbers(*drawn)[nth],
-            batches.sentence_draws(*drawn)[nth],
-        )
-
-
-def equal_rows(
-    batches: TrainingBatches, clean: Callable[[str], str]
-) -> tuple[EqualRows, EqualRows | None]:
-    """Counts rows with equal captions, and with equal pictures (None without checksums), in the
-    batches of ``survey``. Raises the errors of ``Bytes.captions_of``."""
-    captions, pictures, num_rows = [], [], 0
-    for batch in survey(batches):
-        digests = [caption_digest(text, clean) for text in batch.texts(batches)]
-        captions.append(_count_equal(batch.group_ids, np.array(digests)))
-        if batches.dataset.index.image_crc32 is not None:
-            marks = picture_marks(batches.dataset.index, batch.ids)
-            pictures.append(_count_equal(batch.group_ids, marks))
-        num_rows = len(batch.ids)
-    means = [np.mean(counts, axis=0) for counts in (captions, pictures) if counts]
-    every = [EqualRows(len(captions), num_rows, *mean.tolist()) for mean in means]
-    return every[0], every[1] if pictures else None
-
-
-def _count_equal(labels: Integers, marks: Integers) -> tuple[float, float, float]:
-    """Returns pairs, share and all_pairs of `EqualRows`; equal rows have an equal mark."""
-    counts = np.unique(np.stack([labels, marks]), axis=1, return_counts=True)[1]
-    pairs, all_pairs = (
-        float((n * (n - 1)).sum() / 2) for n in (counts, np.unique(labels, return_counts=True)[1])
-    )
-    return pairs, float(counts[counts > 1].sum() / len(labels)), all_pairs
-
-
-def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
-    """Logs the counts of ``equal_rows``, or why they could not be counted."""
-    try:
-        both = equal_rows(batches, clean)
-    except (RuntimeError, OSError) as error:
-        log.info("coverage of equal captions is not known: %s", error)
-        return
-    for name, counted in zip(("captions", "pictures"), both, strict=True):
-        if counted is None:
-            log.debug("coverage of equal pictures is not known: data.verify=full indexes checksums")
-            continue
-        log.info(
-            "coverage of equal %s: of %s rows of a global batch %.1f %% have an equal one, in "
-            "%.1f pairs, counted in %s of the %s batches of an epoch",
-            name, f"{counted.num_rows:,}", 100 * counted.share, counted.pairs,
-            f"{counted.num_batches:,}", f"{batches.steps_per_epoch:,}",
-        )  # fmt: skip
-        if 0 < counted.pairs == counted.all_pairs:
-            log.warning(
-                "all rows of a batch have equal %s, so that nothing tells their pairs apart and "
-                "nothing is learned: see data.sources.NAME.captions and the data ('mclclip doctor "
-                "--data CONFIG')", name,
-            )  # fmt: skip

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mclclip.models import clip, weights
-from mclclip.models.encoder_names import RANDOM, split_name
+from mclclip.models import weights
+from mclclip.models.encoder_names import resolve_name
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
-from mclclip.models.loading import common_config, load_towers, refuse_without_weights
+from mclclip.models.loading import common_config, load_towers
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.util import files
@@ -75,7 +75,8 @@ class Encoder(nn.Module):
         self.shared_text = shared_text
         self.width = width
         self.embed_dim = sum(stage.embed_dim if width is None else width for stage in stages)
-        self.logit_scale = stages[0].logit_scale().item()
+        scale = stages[0].logit_scale()
+        self.logit_scale = math.nan if scale.is_meta else scale.item()
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
         self.eval()
@@ -109,14 +110,19 @@ class Encoder(nn.Module):
         both: tuple[Tensor, Tensor] = self.stages[0].normalization
         return both
 
+    @property
+    def stage_dim(self) -> int:
+        """The number of features of each stage, of the narrowest if they differ, before a cut."""
+        dim: int = min(stage.embed_dim for stage in self.stages)
+        return dim
+
     def cut(self, width: int) -> "Encoder":
         """Returns the encoder of the first `width` numbers of each stage's features; the models are
         the same. Raises ValueError for a width that is not from 1 to each stage's.
 
         `narrow.narrow_encoder` makes models of them, which can be exported.
         """
-        dim = min(stage.embed_dim for stage in self.stages)
-        if not 0 < width <= dim:
+        if not 0 < width <= (dim := self.stage_dim):
             raise ValueError(f"width={width} is of features of {dim} numbers: wanted 1 to {dim}")
         return Encoder(
             [*self.stages],
@@ -347,24 +353,32 @@ def save_concat(
     return record
 
 
-def load_concat(directory: Path) -> Encoder:
+def load_concat(directory: Path, *, load_weights: bool = True) -> Encoder:
     """Loads what `save_concat` wrote; tensors that the stages share are in memory once.
 
-    Raises ValueError if concat.json and the weights do not belong together.
+    `load_weights=False` leaves the weights as they are drawn, and reads only the names of the
+    tensors. Raises ValueError if concat.json and the weights do not belong together.
     """
-    weights.check_recorded(directory)
-    path = Path(directory) / weights.CONCAT
+    weights.check_recorded(directory, load_weights=load_weights)
+    path, file = (Path(directory) / name for name in (weights.CONCAT, weights.CONCAT_WEIGHTS))
     record = files.read_model_json(path)
-    tensors = weights.read_tensors(Path(directory) / weights.CONCAT_WEIGHTS)
+    with weights.open_tensors(file) as tensors:
+        names = [*tensors.keys()]
     listed = record.get("stages") if isinstance(record, dict) else None
     number = len(listed) if isinstance(listed, list) else 0
-    held = {name.partition(".")[0] for name in tensors} - {"shared"}
+    held = {name.partition(".")[0] for name in names} - {"shared"}
     if not 1 <= number <= _MOST_STAGES or not held <= {f"stage_{n}" for n in range(number)}:
         raise ValueError(
             f"{path} names {number:,} stages (at most {_MOST_STAGES} are read), its weights hold "
             f"{sorted(held)[:5]}: export it again"
         )
-    stages = _fill_stages(directory, tensors, number, record)
+    stages = _build_stages(directory, names, number, record)
+    if load_weights:
+        values = weights.read_tensors(file)
+        shared = with_prefix(values, "shared.")
+        for n, stage in enumerate(stages):
+            of_stage = with_prefix(values, f"stage_{n}.")
+            weights.fill(stage.exported, shared | of_stage, f"of {directory}")
     return Encoder(
         stages,
         record.get("variant"),
@@ -373,15 +387,15 @@ def load_concat(directory: Path) -> Encoder:
     )
 
 
-def _fill_stages(
-    directory: Path, tensors: Mapping[str, Tensor], number: int, record: Mapping[str, Any]
+def _build_stages(
+    directory: Path, names: Sequence[str], number: int, record: Mapping[str, Any]
 ) -> list[Model]:
-    """Builds the models of `number` stages and fills them with a concat's `tensors`.
+    """Builds the models of `number` stages, without the weights of a concat's tensors, of which
+    these are the `names`.
 
     Raises ValueError if `record`, the content of concat.json, describes other weights.
     """
-    shared = with_prefix(tensors, "shared.")
-    unshared = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
+    unshared = {name.partition(".")[2] for name in names if not name.startswith("shared.")}
     images = {name.removeprefix("visual.") for name in unshared if name.startswith("visual.")}
     shared_text = all(name.startswith(("visual.", "logit_")) for name in unshared)
     first = load_towers(directory, load_weights=False)
@@ -393,14 +407,11 @@ def _fill_stages(
                 f"say {value}: export it again"
             )
     parameters = dict(first.exported.named_parameters())
+    shared = (name.removeprefix("shared.") for name in names if name.startswith("shared."))
     reused = [parameters[name] for name in shared if name in parameters]
     reused += [first.tokenizer, first.preprocess_train, first.preprocess_val]
     # The memo of deepcopy makes the copies share these objects.
     others = [copy.deepcopy(first, {id(item): item for item in reused}) for _ in range(number - 1)]
-    for n, stage in enumerate((first, *others)):
-        weights.fill(
-            stage.exported, shared | with_prefix(tensors, f"stage_{n}."), f"of {directory}"
-        )
     return [first, *others]
 
 
@@ -423,16 +434,10 @@ def load_model(
     Raises FileNotFoundError if the directory is missing or holds no model, and ValueError if name,
     configuration and weights do not fit each other or no weights are named.
     """
-    if pretrained is None:
-        name, pretrained = split_name(name)
-    path = Path(str(name).removeprefix("local-dir:"))
-    if (path / weights.CONCAT).is_file():
-        clip.refuse_pretrained(str(name), pretrained)
-        return load_concat(path).to(device)
-    if pretrained is None:
-        refuse_without_weights(name)
-    is_random = pretrained == RANDOM and clip.is_without_weights(name)
-    return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
+    encoder = resolve_name(name, pretrained)
+    if encoder.concat is not None:
+        return load_concat(encoder.concat).to(device)
+    return Encoder([load_towers(encoder.where, encoder.pretrained)]).to(device)
 
 
 def counts_of(encoder: Encoder) -> dict[str, Any]:

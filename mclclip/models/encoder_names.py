@@ -1,11 +1,12 @@
 """Names of encoders, such as ``ViT-L-14@openai`` or a folder: what they stand for, whether that can
 be loaded, and what identifies it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mclclip.data.text_rows import width_of
-from mclclip.models import transformers_folder, weights
+from mclclip.models import clip, transformers_folder, weights
 from mclclip.models.loading import check_tokenizer, has_texts, model_config, refuse_without_weights
 from mclclip.models.options import ModelConfig
 from mclclip.models.row_projection import WIDTH
@@ -58,20 +59,46 @@ def digests_of_files(model: ModelConfig) -> dict[str, str]:
     return {n: fields[n] for n in names if fields.get(n) not in (None, getattr(model, n))}
 
 
+@dataclass(frozen=True)
+class EncoderName:
+    """Says what the name of an encoder stands for.
+
+    where       a name of open_clip's or of a hub, a model config, or a folder
+    pretrained  the tag or file of its weights; None: they lie in the folder, or are random
+    concat      the folder, if it is a concat's
+    """
+
+    where: str | Path
+    pretrained: str | None
+    concat: Path | None
+
+
+def resolve_name(name: str | Path, pretrained: str | None = None) -> EncoderName:
+    """Returns what the name of an encoder stands for: a folder, or NAME@PRETRAINED, unless
+    ``pretrained`` is given. Raises ValueError for an architecture without weights, and for a concat
+    with others."""
+    where, tag = (name, pretrained) if pretrained is not None else split_name(name)
+    path = Path(str(where).removeprefix("local-dir:"))
+    if (path / weights.CONCAT).is_file():
+        clip.refuse_pretrained(str(where), tag)
+        return EncoderName(where, None, path)
+    if tag is None:
+        refuse_without_weights(where)
+    is_random = tag == RANDOM and clip.is_without_weights(where)
+    return EncoderName(where, None if is_random else tag, None)
+
+
 def check_encoder(name: str, *, text: bool) -> None:
     """Raises ValueError or FileNotFoundError for an encoder that `load_model` does not load, and
     for one without a text tower if it is to read texts (``text``). No weights are read."""
-    where, pretrained = split_name(name)
-    path = Path(str(where).removeprefix("local-dir:"))
-    if not (path / weights.CONCAT).is_file():
-        if pretrained is None:
-            refuse_without_weights(where)
-        model_cfg = model_config(where, None if pretrained == RANDOM else pretrained)
+    encoder = resolve_name(name)
+    if encoder.concat is None:
+        model_cfg = model_config(encoder.where, encoder.pretrained)
         if text and WIDTH in model_cfg.get("text_cfg", {}):
             raise ValueError(READS_ROWS)
         if text:
-            check_tokenizer(where)
-    if text and not has_texts(where):
+            check_tokenizer(encoder.where)
+    if text and not has_texts(encoder.where):
         raise ValueError("it has no text tower: set between=images, or take another teacher")
 
 

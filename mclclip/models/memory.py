@@ -55,11 +55,18 @@ def load_shapes(
             f"model.name is {name!r}, whose configuration lies on the hub: give local-dir:PATH of "
             "a copy to plan without fetching it"
         )
-    with torch.device("meta"), _StayOnMeta():
+    with on_meta():
         return load_towers(
             name, text=text, projector=projector, long_context=long_context,
             image_size=image_size, text_rows=text_rows, load_weights=False,
         )  # fmt: skip
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within the block, new tensors have shapes and no values, and stay on the "meta" device."""
+    with torch.device("meta"), _StayOnMeta():
+        yield
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

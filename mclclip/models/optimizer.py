@@ -66,7 +66,7 @@ def parameter_groups(
             key = (of.bound, of.lr_scale, not of.decays, of.start_decay, of.weight_decay)
             members.setdefault(key, []).append(parameter)
     if not members:
-        raise ValueError("no parameter is trainable: unlock a part of the model")
+        raise ValueError("no parameter is trainable: lock or parameters freeze them all")
     groups = []
     for key in sorted(members, key=lambda key: (key[0] != math.inf, *key)):
         bound, scale, _, pull, decay = key

@@ -102,6 +102,13 @@ def freeze(model: Model, parameters: Sequence[ParameterConfig]) -> None:
         model.update_frozen()
 
 
+def freeze_objective(objective: nn.Module, parameters: Sequence[ParameterConfig]) -> None:
+    """Freezes the parameters of an objective that have an `lr_scale` of 0."""
+    for name, parameter in objective.named_parameters():
+        if find_value(parameters, [f"{_OBJECTIVE}{name}"], "lr_scale", 1.0) == 0.0:
+            parameter.requires_grad_(False)
+
+
 def describe_groups(
     module: nn.Module, lr: float, parameters: Sequence[ParameterConfig], weight_decay: float
 ) -> list[dict[str, Any]]:

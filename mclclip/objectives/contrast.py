@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -191,13 +191,9 @@ class Temperature(Stepping):
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
-class ContrastOptions(ObjectiveOptions):
-    """Options of losses that tell a sample's own pair from the other pairs of the batch."""
+class PairOptions(ObjectiveOptions):
+    """Options of losses that compare a sample's own pair with the other pairs of the batch."""
 
-    temperature: AnyTemperature = None
-    """Divisor of cosines: a number; ``{schedule: cosine, min, max, half_period, per}``;
-    ``{learnable: true, start, max_scale}``; or null: the model's logit scale between captions, 0.5
-    between views."""
     near_copies: NearCopies | None = None
     """Samples whose captions or pictures are so alike that they are no negatives, such as
     ``{threshold: 0.95}`` (null: all others are negatives, as in open_clip)."""
@@ -224,22 +220,50 @@ class ContrastOptions(ObjectiveOptions):
                 "near_copies: role=positives is for kind=info_nce and kind=sigmoid, and kind="
                 f"{self.kind} can mask near copies alone: set role=masked"
             )
-        check_ascending(self.widths)
+        if any(upper <= lower for lower, upper in itertools.pairwise(self.widths)):
+            raise ValueError(
+                f"widths={list(self.widths)} do not ascend: wanted each larger than the one "
+                "before, such as [64, 128, 256]"
+            )
 
     @property
     def reads(self) -> Reads:
-        """Reads groups; two views, or captions, with the model's logit scale if no temperature is
-        given; what near copies are told by."""
+        """Reads groups; two views, or captions with the model's logit scale; what near copies are
+        told by."""
         captions, near = self.between == "captions", self.near
         return Reads(
             num_views=1 if captions else 2,
             captions=captions,
-            logit_scale=captions and self.temperature is None,
+            logit_scale=captions,
             groups=True,
             near_copies=frozenset([near] if near else []),
             encoders=near.encoders if near else frozenset(),
             widths=frozenset(self.widths),
         )
+
+    def refuse_width(self, dim: int) -> None:
+        """Raises ValueError if ``widths`` exceed ``dim``, that of the model's features."""
+        if max(self.widths, default=0) > dim:
+            raise ValueError(
+                f"objective.widths={list(self.widths)} exceed the width of the model's features, "
+                f"{dim}: leave out those above it"
+            )
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class ContrastOptions(PairOptions):
+    """Options of losses that tell a sample's own pair from the others by a softmax."""
+
+    temperature: AnyTemperature = None
+    """Divisor of cosines: a number; ``{schedule: cosine, min, max, half_period, per}``;
+    ``{learnable: true, start, max_scale}``; or null: the model's logit scale between captions, 0.5
+    between views."""
+
+    @property
+    def reads(self) -> Reads:
+        """Reads what all of these losses read, but a logit scale only without a temperature."""
+        reads = super().reads
+        return replace(reads, logit_scale=reads.logit_scale and self.temperature is None)
 
     def new_temperature(self, inputs: ObjectiveInputs) -> Temperature:
         """Returns the temperature that the options describe."""
@@ -249,27 +273,9 @@ class ContrastOptions(ObjectiveOptions):
     def how(self, inputs: ObjectiveInputs) -> dict[str, Any]:
         """Returns the arguments of ``Contrast`` that these options give. Raises ValueError if
         ``widths`` exceed the model's."""
-        check_width(self.widths, inputs.model.feature_dim)
+        self.refuse_width(inputs.model.feature_dim)
         temperature = self.new_temperature(inputs)
         return {"temperature": temperature, "near": self.near, "widths": self.widths}
-
-
-def check_ascending(widths: Sequence[int]) -> None:
-    """Raises ValueError unless each of the ``widths`` is larger than the one before."""
-    if any(upper <= lower for lower, upper in itertools.pairwise(widths)):
-        raise ValueError(
-            f"widths={list(widths)} do not ascend: wanted each larger than the one before, such as "
-            "[64, 128, 256]"
-        )
-
-
-def check_width(widths: Sequence[int], dim: int) -> None:
-    """Raises ValueError if the ``widths`` exceed ``dim``, that of the model's features."""
-    if max(widths, default=0) > dim:
-        raise ValueError(
-            f"objective.widths={list(widths)} exceed the width of the model's features, {dim}: "
-            "leave out those above it"
-        )
 
 
 def cut(features: Tensor, width: int) -> Tensor:

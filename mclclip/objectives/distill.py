@@ -268,19 +268,21 @@ class Distill(Objective):
         self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
         """Adds the teacher's features of the same crops, such as ``exact_base_image_features``, and
-        of the same texts if it is a copy; none if they come from disk. What an earlier term has
-        added of the same teacher is not computed again."""
+        of the same texts if it is a copy; none if they come from disk. The batch keeps them among
+        its extras, so that another term, or a second pass of gradient caching, does not compute
+        them again. A frozen teacher draws no random numbers, so these are the model's own."""
         features, (teacher,) = super().features(model, batch, features), self._teacher
         if teacher is None:
             return features
         with torch.no_grad():
-            if self.copies and not {*self.of_teacher.values()} <= features.keys():
+            if self.copies and not {*self.of_teacher.values()} <= batch.extras.keys():
                 of_copy = encode(teacher, batch, {})
-                features |= {new: of_copy[n] for n, new in self.of_teacher.items()}
+                batch.extras |= {new: of_copy[n] for n, new in self.of_teacher.items()}
             for names, view in zip(self.names, batch.views, strict=False):
-                if (new := self.of_teacher[names[0]]) not in features:
-                    features[new] = teacher(view)
-        return features
+                if (new := self.of_teacher[names[0]]) not in batch.extras:
+                    batch.extras[new] = teacher(view)
+        exact = self.of_teacher.values() & batch.extras.keys()
+        return features | {name: batch.extras[name] for name in exact}
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes the distance of this rank's rows over the global batch.

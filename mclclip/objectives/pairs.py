@@ -109,6 +109,18 @@ class Pairs:
             _near=None,
         )
 
+    def first_rows(self, num: int) -> Pairs:
+        """Returns the first ``num`` rows, among the same columns; without classes."""
+        return replace(
+            self,
+            groups=self.groups[:num],
+            sample_id=self.sample_id[:num],
+            digests=tuple(each[:num] for each in self.digests),
+            base=tuple(each[:num] for each in self.base),
+            bounds=None if self.bounds is None else self.bounds[:num],
+            _near=None,
+        )
+
     def positive_keys(self, keys: Tensor) -> Tensor:
         """Returns the keys of the rows' own pairs, [b, D], out of the columns' keys [B, D]."""
         return keys[self.first : self.first + len(self.groups)]

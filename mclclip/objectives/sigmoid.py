@@ -37,11 +37,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,10 +49,9 @@ from mclclip.objectives.base import (
     Features,
     Objective,
     ObjectiveInputs,
-    ObjectiveOptions,
     Reads,
 )
-from mclclip.objectives.contrast import check_ascending, check_width, cut
+from mclclip.objectives.contrast import PairOptions, cut
 from mclclip.objectives.near_copies import NearCopies, count_near, pairs_of
 from mclclip.objectives.pairs import TILE, Pairs
 from mclclip.objectives.row_losses import (
@@ -71,7 +69,7 @@ Target = Literal["apart", "weight", "rest"]
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
-class Options(ObjectiveOptions):
+class Options(PairOptions):
     """SigLIP's loss: each pair on its own, with a trained scale and bias."""
 
     kind: Literal["sigmoid"] = "sigmoid"
@@ -80,43 +78,18 @@ class Options(ObjectiveOptions):
     """``captions``: images against captions, with the model's logit scale and logit bias (if the
     model has no bias, the objective trains one, from -10, which exports leave out); ``views``:
     first views against second ones, with a scale and a bias of the objective's, from 10 and -10."""
-    near_copies: NearCopies | None = None
-    """Samples whose captions or pictures are so alike that their pairs do not count, or belong
-    together, such as ``{threshold: 0.95}`` (null: all others do not belong together)."""
-    widths: tuple[PositiveInt, ...] = ()
-    """Trains the first so many numbers of the features too, such as ``[64, 128, 256]``, so that
-    exports may be cut to them (Matryoshka); the whole width is always trained."""
-
-    @property
-    def near(self) -> NearCopies | None:
-        """``near_copies`` with what is compared filled in."""
-        views = self.between == "views"
-        return None if self.near_copies is None else self.near_copies.resolved(views=views)
-
-    def __post_init__(self) -> None:
-        _ = self.near  # raises ValueError for what a loss of views cannot compare
-        check_ascending(self.widths)
+    takes_positives: ClassVar[bool] = True
 
     @property
     def reads(self) -> Reads:
-        """Reads groups; two views, or captions with logit scale and bias; what near copies are told
-        by."""
-        captions, near = self.between == "captions", self.near
-        return Reads(
-            num_views=1 if captions else 2,
-            captions=captions,
-            logit_scale=captions,
-            logit_bias=captions,
-            groups=True,
-            near_copies=frozenset([near] if near else []),
-            encoders=near.encoders if near else frozenset(),
-            widths=frozenset(self.widths),
-        )
+        """Reads what all losses of pairs read, and the logit bias beside the logit scale."""
+        reads = super().reads
+        return replace(reads, logit_bias=reads.logit_scale)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """Returns the loss, with parameters for the scale and bias that the model does not have.
         Raises ValueError if ``widths`` exceed the model's."""
-        check_width(self.widths, inputs.model.feature_dim)
+        self.refuse_width(inputs.model.feature_dim)
         views = self.between == "views"
         return Sigmoid(
             "image_features_1" if views else "text_features",

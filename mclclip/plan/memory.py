@@ -22,17 +22,26 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
-from mclclip.models.encoder_names import split_name
-from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
+from mclclip.models.encoder import Encoder, load_concat
+from mclclip.models.encoder_names import resolve_name
+from mclclip.models.memory import (
+    NeedsValues,
+    StepMeter,
+    faked,
+    load_shapes,
+    on_meta,
+    size_bytes,
+)
 from mclclip.models.model import Model
-from mclclip.models.optimizer import build_optimizer
+from mclclip.models.optimizer import build_optimizer, parameter_groups
 from mclclip.models.options import ModelConfig
-from mclclip.models.parameters import describe_groups
+from mclclip.models.parameters import describe_groups, freeze_objective
 from mclclip.models.preparing import prepare_model
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import ModelWithObjective
+from mclclip.util.options import prefix_errors
 
 # Rough sizes of CUDA's context and libraries, and of NCCL's buffers, in a process on a GPU.
 _CONTEXT, _NCCL = GIB, GIB // 2
@@ -69,7 +78,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
-    model, operations = _prepare_model(config, name, options)
+    operations = operations_of(config.model_of(name))  # before locks and adapters
+    model = _prepare_model(config, name, options)
     inputs = _objective_inputs(model, config, options, machine)
     # The objective is built twice: on shapes with one rank's share of the class centers, for the
     # loss of the global batch; and as a whole on fakes, for the step and the checkpoint.
@@ -81,6 +91,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         if name == "train" and config.image_rows.enabled:
             operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         objective = options.objective.build(_on_fakes(inputs, model))
+        freeze_objective(objective, options.parameters)
         trainee = ModelWithObjective(model, objective, options.precision)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
         batches = {size: _at_size(batch, size) for size in (None, *options.listed_sizes)}
@@ -122,21 +133,35 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
     }
 
 
-def _prepare_model(config: Config, name: str, options: TrainConfig) -> tuple[Model, dict[str, Any]]:
-    """Builds the model of a training without values, prepared as for the training.
+def check_parameters(config: Config, name: str) -> None:
+    """Raises ValueError if a pattern of a training's ``parameters`` matches nothing of its model
+    and objective, or if nothing is trained. Nothing is checked with models on the hub, whose
+    configuration would have to be fetched."""
+    options = config.trainings[name]
+    models = (config.model_of(name).name, config.model.name, *config.teachers)
+    if not options.parameters or any(str(each).startswith("hf-hub:") for each in models):
+        return
+    with prefix_errors(name):
+        model = _prepare_model(config, name, options)
+        inputs = _objective_inputs(model, config, options, Machine())
+        with torch.device(_META):
+            objective = options.objective.build(inputs).to(_META)
+        freeze_objective(objective, options.parameters)
+        trainee = ModelWithObjective(model, objective)
+        describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
+        parameter_groups(trainee, options.weight_decay, options.parameters)
 
-    Returns it with the operations of its encoders, which are counted before locks and adapters.
-    """
+
+def _prepare_model(config: Config, name: str, options: TrainConfig) -> Model:
+    """Builds the model of a training without values, prepared as for the training."""
     model = _load(config.model_of(name))
     if options.precision == "float64":
         model.double()
-    with faked(copy.deepcopy(model)) as fake:
-        operations = _operations(fake)
     prepare_model(model, **options.model_arguments(), seed=config.seed)
     model.to(_META)  # `prepare_model` draws adapters in main memory
     if options.engine.micro_batch is not None:
         gradient_cache.check(model)
-    return model, operations
+    return model
 
 
 def _objective_inputs(
@@ -162,12 +187,17 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
     teachers: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
-        load = partial(_load, config.model if name is None else _options_of(name))
+        load = partial(_load_encoder, config, name)
         shapes = load()
-        values = shapes.embed_dim, 1.0 if shapes.reads_texts else None
+        values = shapes.embed_dim, 1.0 if shapes.stages[0].reads_texts else None
         teachers[name, False] = Teacher(*values, cache(load))
         teachers[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: teachers[name, fake]
+
+
+def _load_encoder(config: Config, name: str | None) -> Encoder:
+    """Loads a teacher without values; None: stage 0's encoder."""
+    return Encoder([_load(config.model)]) if name is None else _load_teacher(name)
 
 
 def _on_fakes(inputs: ObjectiveInputs, model: Model) -> ObjectiveInputs:
@@ -288,15 +318,16 @@ def _measure_step(
     """
     gradients = _allocate_gradients(trainee)  # they exist before a micro-batch runs
     held = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
+    piece = batch.slice(0, micro)
     with StepMeter(held) as step:
-        features: dict[str, Tensor] = trainee(batch.slice(0, micro), lambda features: features)
+        features: dict[str, Tensor] = trainee(piece, lambda features: features)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(torch.stack(sums).sum())
     operations = step.operations
-    if micro < local:  # gradient caching runs another forward pass before
-        with torch.no_grad(), StepMeter() as first:
-            trainee(batch.slice(0, micro), lambda features: features)
-        operations += first.operations
+    if micro < local:  # gradient caching runs the model twice, but not a teacher
+        with torch.no_grad(), StepMeter() as again:
+            trainee(piece, lambda features: features)
+        operations += again.operations
     return features, step.peak, operations // micro
 
 
@@ -385,37 +416,42 @@ def count_operations(
 
 def operations_of(options: ModelConfig) -> dict[str, Any]:
     """Counts the operations of embedding an ``image`` and a ``text`` with a model."""
-    with faked(_load(options)) as model:
-        return _operations(model)
+    with faked(Encoder([_load(options)])) as encoder:
+        return _operations(encoder)
 
 
 @cache
 def measure_teacher(name: str) -> dict[str, Any]:
     """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
     of its features, and the bytes of its weights (``size``)."""
-    model = _load(_options_of(name))
-    facts = {"width": model.embed_dim, "size": size_bytes(model.parameters())}
-    with faked(model) as fake:
+    encoder = _load_teacher(name)
+    facts = {"width": encoder.embed_dim, "size": size_bytes(encoder.parameters())}
+    with faked(encoder) as fake:
         return _operations(fake) | facts
 
 
-def _options_of(teacher: str) -> ModelConfig:
-    return ModelConfig(str(split_name(teacher)[0]))
+def _load_teacher(name: str) -> Encoder:
+    encoder = resolve_name(name)
+    if encoder.concat is None:
+        return Encoder([load_shapes(encoder.where)])
+    with on_meta():
+        return load_concat(encoder.concat, load_weights=False)
 
 
 def _load(options: ModelConfig) -> Model:
     return load_shapes(options.name, projector=options.projector, **options.tower_arguments)
 
 
-def _operations(model: Model) -> dict[str, Any]:
-    """Counts the operations of a model's forward passes; ``model`` is a fake (``faked``)."""
-    images = torch.empty(_ROWS, *model.image_shape, dtype=next(model.parameters()).dtype)
-    with torch.no_grad(), StepMeter() as of_images:
-        model.encode_image(images)
-    with torch.no_grad(), StepMeter() as of_texts:
-        if model.reads_texts:
-            model.encode_text(model.empty_texts(_ROWS))
-    of_text = of_texts.operations // _ROWS if model.reads_texts else None
+def _operations(encoder: Encoder) -> dict[str, Any]:
+    """Counts the operations of an encoder's forward passes; it is a fake (``faked``)."""
+    images = torch.empty(_ROWS, *encoder.image_shape, dtype=next(encoder.parameters()).dtype)
+    with StepMeter() as of_images:
+        encoder.encode_image(images)
+    first: Model = encoder.stages[0]
+    with StepMeter() as of_texts:
+        if first.reads_texts:
+            encoder.encode_text(first.empty_texts(_ROWS))
+    of_text = of_texts.operations // _ROWS if first.reads_texts else None
     return {"image": of_images.operations // _ROWS, "text": of_text}
 
 

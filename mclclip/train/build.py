@@ -21,11 +21,7 @@ from mclclip.config import to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.coverage import report_attributes
 from mclclip.data.epoch_plan import EpochPlan, total_steps
-from mclclip.data.extras import (
-    BaseFeatures,
-    EditedCaptions,
-    report_equal,
-)
+from mclclip.data.extras import BaseFeatures, EditedCaptions
 from mclclip.data.groups import Integers, StageGroups
 from mclclip.data.labels import AttributeClasses, ClassLabels
 from mclclip.data.loader import Loader
@@ -40,7 +36,7 @@ from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
-from mclclip.models.parameters import describe_groups
+from mclclip.models.parameters import describe_groups, freeze_objective
 from mclclip.models.preparing import (
     prepare_model,
     refuse_folded_norms,
@@ -51,6 +47,7 @@ from mclclip.models.state_dicts import PICTURE_POSITIONS
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs, Teacher
+from mclclip.objectives.near_copies import NearCopies
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import (
     STARTED,
@@ -128,6 +125,7 @@ def build_objective(
             teacher=partial(_open_teacher, training.layout),
         )
     )
+    freeze_objective(objective, options.parameters)
     modules = (*model.modules(), *objective.modules())
     if options.global_batch == 1 and any(isinstance(m, _BatchNorm) and m.training for m in modules):
         raise ValueError(
@@ -338,8 +336,8 @@ def build_loader(
     sizes: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order; ``sizes`` of pictures by their first steps."""
-    say_equal = steps.start == 0 and training.context.is_main
-    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_equal, sizes)
+    say_near = steps.start == 0 and training.context.is_main
+    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_near, sizes)
     batches = collectives.raise_on_every_rank(make, "train")
     dataset = batches.dataset
 
@@ -365,11 +363,11 @@ def _build_batches(
     plan: EpochPlan,
     known_bad: np.ndarray,
     model: Model,
-    say_equal: bool,
+    say_near: bool,
     sizes: Sequence[tuple[int, int | None]],
 ) -> TrainingBatches:
-    """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
-    rows have an equal caption or picture, or near copies."""
+    """This rank's batches, of which the first samples have been tried; ``say_near``: says how many
+    rows have near copies, or an equal caption or picture."""
     objective = training.options.objective
     cached = training.stage > 0 and training.options.reads_text_embeddings
     text = StoredRows(training.layout.text_embeddings, training.index) if cached else None
@@ -407,12 +405,13 @@ def _build_batches(
         transforms=transforms if inputs.image_rows is None else (),
     )
     dataset.check()
-    is_far = bool(dataset.bytes.reader.urls)
-    if say_equal and dataset.reads_text and (objective.reads.digests or not is_far):
-        report_equal(batches, clean_caption)
-    if say_equal:
+    if say_near:
+        compared = sorted(objective.reads.near_copies, key=repr)
+        if dataset.reads_text and not dataset.bytes.reader.urls:  # equal ones, if it costs little
+            compared.append(NearCopies(of=("captions",)))
+            if training.index.image_crc32 is not None:
+                compared.append(NearCopies(of=("pictures",)))
         base = next((extra for extra in inputs.extras if isinstance(extra, BaseFeatures)), None)
-        for near in objective.reads.near_copies:
-            report_near(batches, near, base, clean_caption)
+        report_near(batches, list(dict.fromkeys(compared)), base, clean_caption)
         report_attributes(training.index, plan)
     return batches

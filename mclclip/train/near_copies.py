@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,84 +17,105 @@ from mclclip.data.extras import (
     CAPTION_DIGEST,
     PICTURE_DIGEST,
     BaseFeatures,
-    SurveyedBatch,
     caption_digest,
     picture_marks,
-    survey,
 )
 from mclclip.objectives.near_copies import NearCopies, pairs_of
 from mclclip.objectives.pairs import TILE
 from mclclip.objectives.row_losses import count_columns
 
 log = logging.getLogger("mclclip")
+MOST_ROWS = 4096  # rows that are counted before a training
 MOST_WITHOUT = 0.05
 """If near copies leave a larger share of the rows without negatives, that is a warning."""
 
 
 def report_near(
     batches: TrainingBatches,
-    near: NearCopies,
+    compared: Sequence[NearCopies],
     base: BaseFeatures | None,
     clean: Callable[[str], str],
 ) -> None:
-    """Logs how many rows of a global batch have near copies, and which share of the rows these
-    leave without negatives, counted in the batches of ``extras.survey``; warns above
-    ``MOST_WITHOUT``.
+    """Logs for each of ``compared`` how many rows of a global batch have near copies in it, and
+    which share of the rows these leave without negatives; warns above ``MOST_WITHOUT``.
 
-    ``near`` are options with ``of`` filled in, ``base`` the embeddings of stage 0 if it compares
-    them. Equal pictures are those of equal checksums in the index, if it has any.
+    Rows of some batches of the first epoch are counted, evenly spaced: at most 4,096 together, or
+    every n-th row of a larger batch. Each is compared with all of its batch. Samples that prove
+    unusable are among them.
+
+    ``compared`` are options with ``of`` filled in, ``base`` the embeddings of stage 0 if they are
+    compared. Equal pictures are those of equal checksums in the index, if it has any.
     """
-    rows, with_near, without, copies, num_batches = 0, 0, 0, 0, 0
-    for surveyed in survey(batches):
+    plan = batches.plan(0)
+    num_batches = min(plan.steps_per_epoch, max(1, MOST_ROWS // plan.global_batch))
+    # A row for each sum: of rows, of those with near copies, of these copies, and of the rows
+    # whose negatives are all near copies.
+    sums = np.zeros((len(compared), 4), np.int64)
+    for step in np.arange(num_batches) * plan.steps_per_epoch // num_batches:
         try:
-            batch = _fields(batches, surveyed, near, base, clean)
+            batch, num_rows = _read_batch(batches, int(step), compared, base, clean)
         except (RuntimeError, OSError) as error:
             log.info("coverage of near copies is not known: %s", error)
             return
-        pairs = pairs_of(batch, TILE, near, alone=True)
-        near_per_row = count_columns(replace(pairs, columns="near"))
-        copies += int(near_per_row.sum())
-        with_near += int((near_per_row > 0).sum())
-        without += int(((near_per_row > 0) & (count_columns(pairs) == 0)).sum())
-        rows, num_batches = rows + len(near_per_row), num_batches + 1
-    share, per_batch = without / max(rows, 1), rows // max(num_batches, 1)
-    log.info(
-        "coverage of near copies (%s): of %s rows of a global batch %.1f %% have some, %.1f each; "
-        "%.1f %% have no other negatives; counted in %s of the %s batches of an epoch",
-        ", ".join(near.of or ()), f"{per_batch:,}", 100 * with_near / max(rows, 1),
-        copies / max(with_near, 1), 100 * share, f"{num_batches:,}", f"{batches.steps_per_epoch:,}",
-    )  # fmt: skip
-    if share > MOST_WITHOUT and near.role == "masked":
-        log.warning(
-            "near_copies leaves %.0f %% of the rows without negatives, and nothing is learned from "
-            "these: %s, or compare fewer things (of)", 100 * share,
-            "raise the threshold" if near.margin is None else "lower the margin",
+        for near, sum_of in zip(compared, sums, strict=True):
+            pairs = pairs_of(batch, TILE, near, alone=True).first_rows(num_rows)
+            per_row = count_columns(replace(pairs, columns="near"))
+            has_none = (per_row > 0) & (count_columns(pairs) == 0)
+            sum_of += (num_rows, int((per_row > 0).sum()), int(per_row.sum()), int(has_none.sum()))
+    for near, (rows, with_near, copies, without) in zip(compared, sums.tolist(), strict=True):
+        share, of = without / rows, ", ".join(near.of or ())
+        log.info(
+            "coverage of near copies (%s%s): of %s rows of a global batch %.1f %% have some, %.1f "
+            "each; %.1f %% have no other negatives; counted in %s of the %s batches of an epoch",
+            "equal " if near.by_bytes else "", of, f"{plan.global_batch:,}",
+            100 * with_near / rows, copies / max(with_near, 1), 100 * share, f"{num_batches:,}",
+            f"{plan.steps_per_epoch:,}",
         )  # fmt: skip
+        if share > MOST_WITHOUT and near.role == "masked":
+            remedy = "raise the threshold" if near.margin is None else "lower the margin"
+            if near.by_bytes:
+                remedy = "see data.sources.NAME.captions and the data ('mclclip doctor --data')"
+            log.warning(
+                "%.0f %% of the rows are compared with near copies (%s) alone, and nothing is "
+                "learned from these: %s, or compare fewer things (near_copies.of)",
+                100 * share, of, remedy,
+            )  # fmt: skip
 
 
-def _fields(
+def _read_batch(
     batches: TrainingBatches,
-    surveyed: SurveyedBatch,
-    near: NearCopies,
+    step: int,
+    compared: Sequence[NearCopies],
     base: BaseFeatures | None,
     clean: Callable[[str], str],
-) -> Any:
-    """Returns the fields of a batch (`objectives.base.BatchFields`) that near copies are told by.
-    Raises OSError or RuntimeError for rows and captions that cannot be read."""
+) -> tuple[Any, int]:
+    """Returns what near copies of a batch of the first epoch are told by, as its fields
+    (`objectives.base.BatchFields`), and how many of its rows are counted: the first ones. Raises
+    OSError or RuntimeError for rows and captions that cannot be read."""
+    planned = batches.plan(0).batch(step)
+    drawn = planned.ids, 0, planned.occurrence
+    is_counted = np.arange(len(planned.ids)) % -(-len(planned.ids) // MOST_ROWS) == 0
+    order = np.argsort(~is_counted, kind="stable")
+    ids, numbers = planned.ids[order], batches.caption_numbers(*drawn)[order].tolist()
+    digests = frozenset[str]().union(*(near.digests for near in compared))
     extras: dict[str, torch.Tensor] = {}
-    if CAPTION_DIGEST in near.digests:
-        digests = [caption_digest(text, clean) for text in surveyed.texts(batches)]
-        extras[CAPTION_DIGEST] = torch.tensor(digests)
-    if PICTURE_DIGEST in near.digests:
+    if CAPTION_DIGEST in digests:
+        draws = batches.sentence_draws(*drawn)
+        parts = [draws[row] for row in order]
+        read = zip(batches.dataset.bytes.captions_of(ids.tolist()), numbers, parts, strict=True)
+        texts = [part(captions[n]) if part else captions[n] for captions, n, part in read]
+        extras[CAPTION_DIGEST] = torch.tensor([caption_digest(text, clean) for text in texts])
+    if PICTURE_DIGEST in digests:
         has_checksums = batches.dataset.index.image_crc32 is not None
-        marks = picture_marks(batches.dataset.index, surveyed.ids) if has_checksums else None
-        extras[PICTURE_DIGEST] = torch.tensor(surveyed.ids if marks is None else marks)
-    if base is not None and near.base:
-        numbers = zip(surveyed.ids.tolist(), surveyed.captions.tolist(), strict=True)
-        stored = [base(RawSample(i, b"", b""), (), number, 0) for i, number in numbers]
+        marks = picture_marks(batches.dataset.index, ids) if has_checksums else ids
+        extras[PICTURE_DIGEST] = torch.tensor(marks)
+    if base is not None and any(near.base for near in compared):
+        numbered = zip(ids.tolist(), numbers, strict=True)
+        stored = [base(RawSample(i, b"", b""), (), number, 0) for i, number in numbered]
         extras |= {name: torch.stack([row[name] for row in stored]) for name in stored[0]}
-    return SimpleNamespace(
-        group_ids=torch.tensor(np.asarray(surveyed.group_ids))[:, None],
-        sample_id=torch.tensor(np.asarray(surveyed.ids)),
+    batch = SimpleNamespace(
+        group_ids=torch.tensor(planned.group_ids[order])[:, None],
+        sample_id=torch.tensor(ids),
         extras=extras,
     )
+    return batch, int(is_counted.sum())

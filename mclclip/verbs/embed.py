@@ -36,10 +36,9 @@ from mclclip.data.samples import TarDataset, tokenize
 from mclclip.data.text_rows import KIND, TextRows
 from mclclip.export import ExportStep
 from mclclip.models import memory, weights
-from mclclip.models.clip import is_without_weights
 from mclclip.models.encoder import Encoder, counts_of, load_model
-from mclclip.models.encoder_names import RANDOM, READS_ROWS, identify_encoder, split_name
-from mclclip.models.loading import load_towers, refuse_without_weights
+from mclclip.models.encoder_names import READS_ROWS, identify_encoder, resolve_name
+from mclclip.models.loading import load_towers
 from mclclip.models.model import Model, unit
 from mclclip.models.options import ModelConfig
 from mclclip.models.preparing import start_from_rows
@@ -234,20 +233,15 @@ class ImageRows(Step[Pass]):
 def _export_teacher(encoder: str, directory: Path, force: Remake) -> None:
     """Writes a teacher into the run directory, unless it is there. Raises ValueError for a name
     without weights, and the errors of ``load_model``."""
-    name, tag = split_name(encoder)
-    path = Path(str(name).removeprefix("local-dir:"))
-    joined = (path / weights.CONCAT).is_file()
-    if not joined and tag is None:
-        refuse_without_weights(name)
-    pretrained = None if tag == RANDOM and is_without_weights(name) else tag
-    identity = identify_encoder(ModelConfig(str(name), pretrained))
+    teacher = resolve_name(encoder)
+    identity = identify_encoder(ModelConfig(str(teacher.where), teacher.pretrained))
 
     def write(out: Path) -> dict[str, Any]:
-        if joined:  # it has no one model that could be saved
-            for file in weights.files_of(path):
-                shutil.copyfile(path / file, out / file)
+        if teacher.concat is not None:  # it has no one model that could be saved
+            for file in weights.files_of(teacher.concat):
+                shutil.copyfile(teacher.concat / file, out / file)
         else:
-            load_towers(name, pretrained).save(out)
+            load_towers(teacher.where, teacher.pretrained).save(out)
         return counts_of(load_model(out))
 
     make_artifact(TeacherExport(identity), directory, ({}, write), force)

@@ -221,7 +221,8 @@ class SuiteJudge:
                 log.warning("benchmark %r: %s: figures are too good", name, note)
                 more = {"training_images": watch.seen, "judged_images": watch.judged}
             if identity:
-                more["evaluation"] = evaluation_digest(benchmark, identity, extractor.precision)
+                digest = evaluation_digest(benchmark, identity, extractor.precision)
+                more |= {"evaluation": digest, "stage_dim": encoder.stage_dim}
             figures = [replace(f, protocol=f.protocol | more) for f in figures]
             rows += on_main(partial(results.record, path, figures, model_name, name))
         return rows
@@ -388,6 +389,9 @@ def evaluate(
             width: _pending(benchmarks, earlier, name_at(name, width), identity, precision)
             for width, identity in identities.items()
         }
+        if benchmarks and not pending[None]:  # then the earlier rows are of this encoder
+            rows_of_whole = (r for r in earlier if r.model == name and r.benchmark in benchmarks)
+            pending = _up_to(next(rows_of_whole).protocol["stage_dim"], pending, name)
         if not any(pending.values()):
             if benchmarks:
                 log.info("%s is evaluated already", name)
@@ -396,11 +400,10 @@ def evaluate(
             partial(load_model, location, pretrained, device=str(context.device))
         )
         trained_on = on_main(partial(_trained_on, [location], config))
-        for width, some in pending.items():
-            if not some or (width is not None and not _is_wider(encoder, name, width)):
-                continue
+        pending = _up_to(encoder.stage_dim, pending, name)
+        for width in [width for width, some in pending.items() if some]:
             measured = encoder if width is None else encoder.cut(width)
-            judge = SuiteJudge(some, context, trained_on, choices or {}, settings)
+            judge = SuiteJudge(pending[width], context, trained_on, choices or {}, settings)
             rows += judge.measure(measured, path, name_at(name, width), identities[width])
     return rows
 
@@ -410,13 +413,13 @@ def name_at(name: str, width: int | None) -> str:
     return name if width is None else f"{name}:{width}"
 
 
-def _is_wider(encoder: Encoder, name: str, width: int) -> bool:
-    """Returns True if the features of each stage have more than ``width`` numbers, and warns if
-    they have fewer."""
-    dim: int = min(stage.embed_dim for stage in encoder.stages)
-    if dim < width:
+def _up_to(
+    dim: int, pending: Mapping[int | None, dict[str, BenchmarkConfig]], name: str
+) -> dict[int | None, dict[str, BenchmarkConfig]]:
+    """Returns those whose widths features of ``dim`` numbers exceed; warns of larger widths."""
+    for width in (width for width in pending if width is not None and width > dim):
         log.warning("%s has features of %d numbers: no width %d of them", name, dim, width)
-    return dim > width
+    return {width: some for width, some in pending.items() if width is None or width < dim}
 
 
 def _pending(

@@ -9,7 +9,7 @@ from typing import Any
 from mclclip.checkpoint import step_files
 
 TRAINING = Path("stage_0/train")
-# Columns of metrics.jsonl that do not hang on the machine.
+# Columns of metrics.jsonl that do not hang on the machine, also below a term of an objective.
 KEPT = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")
 
 
@@ -32,5 +32,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     for part in ("model", "optimizer"):
         state = step_files.load_model_state(directory, last, part)
         found[part] = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
-    found["rows"] = [[row[name] for name in KEPT] for row in rows_of(run_dir)]
+    rows = [{n: v for n, v in row.items() if n.split("/")[-1] in KEPT} for row in rows_of(run_dir)]
+    assert all({*KEPT} <= {name.split("/")[-1] for name in row} for row in rows)
+    found["rows"] = rows
     return found

@@ -8,8 +8,8 @@ steps than those since the last one, and the end must be that of an undisturbed 
 bit: weights, moments and rows.
 
 Three kills by default. ``MCLCLIP_SOAK=1``: a hundred; finished rounds are kept in
-``.soak/train_kills.json``, so that an interrupted soak goes on with the remaining ones. Another
-``MCLCLIP_SOAK_SEED`` strikes at other moments. ``pytest -s`` shows a line per kill.
+``.soak/train_kills_KIND.json``, so that an interrupted soak goes on with the remaining ones.
+Another ``MCLCLIP_SOAK_SEED`` strikes at other moments. ``pytest -s`` shows a line per kill.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tests.e2e.conftest import Shell, Started
 from tests.e2e.soak import SEED, TARGETS, Record, hit
 from tests.e2e.started import TRAINING, result_of, rows_of, steps_of
 from tests.matrix import SOAK
+from tests.unit.test_texts import write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,11 @@ MOST_STEPS = 8  # new checkpoints before a kill
 STEP_S, START_S = 0.15, 6.0  # about what a step with its checkpoint, and a start, takes
 PART_AT_START = 0.15  # of the kills
 RUN_S = 300.0
+TEACHER = "tiny_clip@random"
+TAUGHT = (
+    "[{kind: info_nce}, "
+    f"{{kind: distill, teacher: {TEACHER}, exact: true, between: images, end_factor: 0.5}}]"
+)
 # A worker that comes up just as its launcher is killed cannot know of it: its limit ends it.
 PEER_TIMEOUT_S = 60
 OPTIONS = (
@@ -202,19 +208,26 @@ class Round:
 # --- the test -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["tokens", "rows"])
 def test_killed_trainings_end_as_the_undisturbed_one(
-    shell: Shell, data: Path, tmp_path: Path
+    kind: str, shell: Shell, tmp_path: Path
 ) -> None:
-    indexed = tmp_path / "indexed"
-    config = tiny.write_config(tmp_path / "config.yaml", indexed, data, *OPTIONS)
+    """``rows``: on the user's rows of text embeddings, with a frozen teacher of the same crops."""
+    indexed, data, options = tmp_path / "indexed", write_rows(tmp_path / "data"), OPTIONS
+    if kind == "rows":
+        options += (f"model.text_rows=[{data / 'rows.npy'}]", f"base.objective={TAUGHT}")
+    config = tiny.write_config(tmp_path / "config.yaml", indexed, data, *options)
     shell.ok("index", "--config", config)
+    if kind == "rows":
+        shell.ok("texts", "--config", config)
+        shell.ok("embed", "--encoder", TEACHER, "--config", config)
     shutil.copytree(indexed, tmp_path / "undisturbed")
     Round(config, tmp_path / "undisturbed", SAVINGS[0]).finish()
     reference: dict[str, Any] = result_of(tmp_path / "undisturbed")
     assert (reference["step"], len(reference["rows"])) == (STEPS, STEPS)
     assert reference["optimizer"] and reference["model"]
 
-    record = Record("train_kills", tmp_path, OPTIONS)
+    record = Record(f"train_kills_{kind}", tmp_path, options)
     kills = [Kill(**kill) for kill in record.read()]
     while len(kills) < NUM_KILLS:
         played = play(config, indexed, tmp_path / f"round_{len(kills):03d}", len(kills))

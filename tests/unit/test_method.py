@@ -11,6 +11,7 @@ import pytest
 
 from mclclip import config, method
 from mclclip.eval import results
+from mclclip.plan import memory
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
@@ -69,6 +70,35 @@ def test_a_model_of_transformers_is_looked_for_before_anything_is_written(tmp_pa
     with pytest.raises(FileNotFoundError, match="'me/clip'"):
         method.run(config.from_tree(whole), SINGLE)
     assert not (tmp_path / "run").exists()
+
+
+FROZEN = {"match": "*", "lr_scale": 0}
+OF_OBJECTIVE = {"match": "objective.*", "lr_scale": 2.0}
+
+
+CLASSES = {"kind": "mlcd", "labels_per_sample": 1}
+MATCHES, TRAINS = "parameters.match='objective.*' matches no parameter", "no parameter is trainable"
+REFUSED = [
+    ("base", VIEWS, OF_OBJECTIVE, MATCHES), ("train", VIEWS, OF_OBJECTIVE, MATCHES),
+    ("base", VIEWS, FROZEN, TRAINS), ("train", CLASSES, FROZEN, TRAINS),
+    ("train", {"kind": "moco"}, FROZEN, TRAINS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("training", "objective", "entry", "message"), REFUSED)
+def test_parameters_that_match_or_train_nothing_are_refused_first(
+    tmp_path: Path, training: str, objective: Any, entry: Any, message: str
+) -> None:
+    changes = {training: {"objective": objective, "parameters": [entry]}}
+    with pytest.raises(ValueError) as caught:
+        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+    assert str(caught.value).startswith(f"{training}: {message}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_parameters_of_an_objective_are_known_before_a_run(tmp_path: Path) -> None:
+    changes = {"train": {"objective": {"kind": "moco"}, "parameters": [OF_OBJECTIVE]}}
+    memory.check_parameters(config.from_tree(tree(tmp_path / "run", **changes)), "train")
 
 
 def test_a_checkpoint_is_not_chosen_by_training_images(tmp_path: Path) -> None:

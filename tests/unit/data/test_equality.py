@@ -1,8 +1,8 @@
-"""Digests that tell equal captions and pictures, and their counts before a training."""
+"""Digests that tell equal captions and pictures."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,9 @@ import pytest
 import torch
 
 from mclclip.data.batches import TrainingBatches
-from mclclip.data.bytes import Bytes, RawSample
+from mclclip.data.bytes import RawSample
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.extras import (
-    EqualityDigests,
-    EqualRows,
-    caption_digest,
-    equal_rows,
-    report_equal,
-)
+from mclclip.data.extras import EqualityDigests, caption_digest
 from mclclip.data.options import DataConfig, Policy, SentencesConfig
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
@@ -42,8 +36,12 @@ CLASSES = [0, 1, 0, 2, 2, 3, 4, 4, 5, 6, 6, 7]
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
-    folder = tmp_path_factory.mktemp("rows")
-    samples = [PackedSample(f"{n:03d}", png(p), "png", [c]) for n, (p, c) in enumerate(ROWS)]
+    return index_of(tmp_path_factory.mktemp("rows"), ROWS)
+
+
+def index_of(folder: Path, rows: Sequence[tuple[int, str]]) -> SampleIndex:
+    """Indexes shards of five samples each, of pictures (by their numbers) and captions."""
+    samples = [PackedSample(f"{n:03d}", png(p), "png", [c]) for n, (p, c) in enumerate(rows)]
     paths = write_shards(samples, folder / "shards", 5)
     return build_index(folder / "index", paths, "json:captions", pixels=True)
 
@@ -157,89 +155,3 @@ def test_a_trunk_without_checksums_of_pictures_is_refused(index: SampleIndex) ->
     bare.image_crc32 = None
     with pytest.raises(ValueError, match="has none: run 'mclclip index' with data.verify=full"):
         EqualityDigests(clean_caption, bare)
-
-
-@pytest.mark.parametrize("policy", ["mask", "backoff", "wrap"])
-@pytest.mark.parametrize("labels", [None, [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]])
-def test_equal_rows_are_those_of_the_batches(
-    index: SampleIndex, policy: Policy, labels: list[int] | None
-) -> None:
-    found = counted_as_in_the_batches(
-        batches_of(index, policy=policy, labels=labels, global_batch=6)
-    )
-    assert found[1] is not None and found[0].pairs + found[1].pairs > 0
-
-
-def test_of_drawn_sentences_those_that_are_drawn_are_counted(tmp_path: Path) -> None:
-    texts = [f"The same. And {n} more." for n in range(12)]
-    samples = [PackedSample(f"{n:03d}", png(n), "png", [text]) for n, text in enumerate(texts)]
-    paths = write_shards(samples, tmp_path / "shards", 12)
-    index = build_index(tmp_path / "index", paths, "json:captions", pixels=True)
-    assert counted_as_in_the_batches(batches_of(index, global_batch=6))[0].pairs == 0
-    drawn = batches_of(index, global_batch=6, sentences=SentencesConfig(number=1))
-    assert counted_as_in_the_batches(drawn)[0].pairs > 0
-
-
-def counted_as_in_the_batches(batches: TrainingBatches) -> tuple[EqualRows, EqualRows | None]:
-    """``equal_rows``, once it is what the batches of 6 bring."""
-    found = equal_rows(batches, clean_caption)
-    for counted, extra in zip(found, ("caption_digest", "picture_digest"), strict=True):
-        pairs, rows = 0, set()
-        for step in range(batches.steps_per_epoch):
-            batch = batches[step]
-            marks = batch.group_ids[:, 0].tolist(), batch.extras[extra].tolist()
-            of_row = list(zip(*marks, strict=True))
-            for i, j in itertools.combinations(range(6), 2):
-                if of_row[i] == of_row[j]:
-                    pairs += 1
-                    rows |= {(step, i), (step, j)}
-        steps = batches.steps_per_epoch
-        assert counted is not None and counted.num_batches == steps and counted.num_rows == 6
-        assert counted.pairs == pytest.approx(pairs / steps)
-        assert counted.share == pytest.approx(len(rows) / steps / 6)
-    return found
-
-
-@pytest.mark.parametrize("texts", [["The same"] * 12, ["The same"] * 11 + ["Another"]])
-def test_captions_that_are_all_equal_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, texts: list[str]
-) -> None:
-    samples = [PackedSample(f"{n:03d}", png(n), "png", [text]) for n, text in enumerate(texts)]
-    paths = write_shards(samples, tmp_path / "shards", 12)
-    index = build_index(tmp_path / "index", paths, "json:captions", pixels=True)
-    caplog.set_level("WARNING", "mclclip")
-    report_equal(batches_of(index, global_batch=6), clean_caption)
-    warnings = [message for message in caplog.messages if "all rows of a batch have" in message]
-    assert len(warnings) == (texts[-1] == "The same")
-    assert not warnings or "equal captions, so that nothing tells their pairs" in warnings[0]
-
-
-def test_what_is_read_before_a_training_is_bounded(
-    index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    read: list[int] = []
-    whole = Bytes.captions_of
-    monkeypatch.setattr(
-        Bytes, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
-    )
-    monkeypatch.setattr("mclclip.data.extras.MOST_READ", 5)
-    captions, _ = equal_rows(batches_of(index), clean_caption)
-    assert (captions.num_batches, captions.num_rows, len(read)) == (1, 4, 4)
-    captions, _ = equal_rows(batches_of(index, global_batch=12), clean_caption)
-    assert (captions.num_batches, captions.num_rows, len(read)) == (1, 4, 8)
-    caplog.set_level("INFO", "mclclip")
-    report_equal(batches_of(index), clean_caption)
-    assert "coverage of equal captions: of 4 rows of a global batch" in caplog.messages[0]
-    assert "counted in 1 of the 3 batches of an epoch" in caplog.messages[1]
-
-
-def test_a_shard_that_cannot_be_read_leaves_the_count_open(
-    index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any) -> Any:
-        raise FileNotFoundError("there is no shard")
-
-    monkeypatch.setattr(Bytes, "captions_of", fails)
-    caplog.set_level("INFO", "mclclip")
-    report_equal(batches_of(index), clean_caption)
-    assert caplog.messages == ["coverage of equal captions is not known: there is no shard"]

@@ -309,6 +309,9 @@ def test_widths_are_evaluated_beside_the_whole(
     assert "mine:3" in capsys.readouterr().out
     whole, cut = (results.read(run_dir / "results.jsonl") for _ in range(2))
     assert whole == cut and len(rows) == len(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "load_model", None)  # nothing is pending: it is not loaded again
+        assert not evaluation.run(config, SINGLE, **named)
     again = evaluation.run(config, SINGLE, models=[f"mine={model}"], widths=[3, 5])
     assert {row.model for row in again} == {"mine:5"}
     judge = evaluation.SuiteJudge(config.eval.suite)

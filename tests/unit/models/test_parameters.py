@@ -14,7 +14,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, parameter_groups
-from mclclip.models.parameters import describe_groups, settings
+from mclclip.models.parameters import describe_groups, freeze_objective, settings
 from mclclip.models.patterns import ParameterConfig, refuse_unmatched
 from mclclip.models.preparing import prepare_model
 from tests import tiny
@@ -141,6 +141,16 @@ def test_a_pattern_of_the_objective_is_looked_for_in_the_objective(vit: Model) -
     assert {tuple(row["lr"]) for row in rows if row["name"] == "image"} == {(0.25, 0.25)}
     with pytest.raises(ValueError, match=r"imag\.\*"):
         describe_groups(module, 0.5, [none], 0.1)
+
+
+def test_a_frozen_part_of_an_objective_has_no_gradient(vit: Model) -> None:
+    parameters = [entry("objective.weight", lr_scale=0.0)]
+    module = WithObjective(prepare(vit, entry("image.*", lr_scale=0.5)))
+    freeze_objective(module.objective, parameters)
+    module.objective(torch.ones(1, 4)).sum().backward()
+    assert module.objective.weight.grad is None and module.objective.bias.grad is not None
+    rows = {row["name"]: row for row in describe_groups(module, 0.5, parameters, 0.1)}
+    assert rows["objective, frozen"]["weights"] == 12 and rows["objective"]["weights"] == 3
 
 
 def test_an_entry_without_a_property_is_refused() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mclclip import method
+from mclclip.checkpoint import step_files
 from mclclip.config import Config, from_tree, to_tree
 from mclclip.data.bytes import RawSample
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.engines.engine import Engine
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
@@ -24,6 +24,7 @@ from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.remake import Remake
 from mclclip.verbs import embed, export, index, train
 from tests import tiny
+from tests.unit.train.conftest import cut_at
 
 STUDENT = tiny.ONE_BLOCK | {"embed_dim": 6}
 TEACHER = "tiny_clip@random"
@@ -90,10 +91,6 @@ def test_a_teacher_is_embedded_as_it_encodes(taught: Path, data: Path) -> None:
     np.testing.assert_allclose(images[[0, 59]], encoder.encode_image(views.float()), atol=1e-5)
 
 
-class CutOff(Exception):
-    """Ends a training as a kill does."""
-
-
 WAYS = {
     "stored": [{}, {"teacher": TEACHER, "what": "features", "distance": "squared"}],
     "exact": [{"exact": True, "end_factor": 0.5}, {"teacher": TEACHER, "exact": True}],
@@ -102,24 +99,16 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, taught: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, taught: Path, data: Path, tmp_path: Path
 ) -> None:
-    digests, update = [], Engine.update
+    digests = []
     for cut in (False, True):
         run_dir = tmp_path / str(cut)
         shutil.copytree(taught, run_dir)
         config = options(run_dir, data, of_teachers(*WAYS[name]))
         if cut:
-
-            def until_step_3(engine: Engine, batch: Any, lr: float) -> Any:
-                if batch.step == 3:  # the last checkpoint is that of two steps
-                    raise CutOff
-                return update(engine, batch, lr)
-
-            monkeypatch.setattr(Engine, "update", until_step_3)
-            with pytest.raises(CutOff):
+            with cut_at(3):  # the last checkpoint is that of two steps
                 train.run(config, SINGLE, stage=1, force=Remake.UNFIT)
-            monkeypatch.undo()
         train.run(config, SINGLE, stage=1, force=Remake.NOTHING if cut else Remake.UNFIT)
         export.stage(config, SINGLE, stage=1, force=Remake.UNFIT)
         digests.append(tiny.digests(run_dir / "stage_1/export"))
@@ -154,6 +143,19 @@ def test_a_weight_of_0_gives_the_bits_of_a_training_without_a_teacher(
         export.stage(config, SINGLE, stage=1, force=Remake.UNFIT)
         digests.append(tiny.digests(run_dir / "stage_1/export", "*.safetensors"))
     assert digests[0] == digests[1] and digests[0]
+
+
+def test_a_frozen_map_to_the_teacher_stays(taught: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(taught, tmp_path / "run")
+    frozen = "train.parameters=[{match: 'objective.*', lr_scale: 0}]"
+    terms = of_teachers({"teacher": TEACHER, "what": "features"})
+    config = options(tmp_path / "run", data, terms, frozen)
+    directory = train.run(config, SINGLE, stage=1, force=Remake.UNFIT)
+    state = step_files.load_model_state(directory / "checkpoints", 4)
+    (weight,) = (value for name, value in state.items() if name.endswith("projection.weight"))
+    torch.testing.assert_close(weight.T @ weight, torch.eye(6), atol=1e-6, rtol=0)
+    moments = step_files.load_model_state(directory / "checkpoints", 4, "optimizer")
+    assert moments and not any(name.startswith("objective") for name in moments)
 
 
 def big() -> dict[str, Any]:

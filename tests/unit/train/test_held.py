@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +13,13 @@ from mclclip.config import Config
 from mclclip.data.bytes import Bytes, RawSample
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.caption_rules import all_edits
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
+from tests.unit.train.conftest import cut_at
 
 TERM = "{kind: preserve%s, weight: 0.5}"
 SUM = "train.objective=[{kind: info_nce}%s]"
@@ -101,10 +100,6 @@ def test_stored_features_hold_a_training(labelled: Path, data: Path, tmp_path: P
     assert cosines["100.0"] > cosines["0.000001"]
 
 
-class CutOff(Exception):
-    """Ends a training as a kill does."""
-
-
 # More than there are of any caption, so that every draw has the same ones.
 _HARD = "{rules: [colour], per_caption: 16}"
 EDITS = ["train.lock.text=false", f"train.objective={{kind: info_nce, hard_captions: {_HARD}}}"]
@@ -163,25 +158,17 @@ MORE = {
 
 @pytest.mark.parametrize("name", MORE)
 def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, labelled: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, labelled: Path, data: Path, tmp_path: Path
 ) -> None:
-    digests, update = [], Engine.update
+    digests = []
     for cut in (False, True):
         run_dir = tmp_path / str(cut)
         shutil.copytree(labelled, run_dir)
         config = options(run_dir, data, *MORE[name])
         embed.run(config, SINGLE, stage=0)
         if cut:
-
-            def until_step_3(engine: Engine, batch: Any, lr: float) -> Any:
-                if batch.step == 3:  # the last checkpoint is that of two steps
-                    raise CutOff
-                return update(engine, batch, lr)
-
-            monkeypatch.setattr(Engine, "update", until_step_3)
-            with pytest.raises(CutOff):
+            with cut_at(3):  # the last checkpoint is that of two steps
                 losses(config)
-            monkeypatch.undo()
         assert [row["step"] for row in losses(config)] == [1, 2, 3, 4]
         export.stage(config, SINGLE, stage=1)
         digests.append(tiny.digests(run_dir / "stage_1/export"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,25 +12,21 @@ import pytest
 import torch
 from torch.nn import functional
 
+from mclclip.data.batches import TrainingBatches
 from mclclip.data.bytes import Bytes, RawSample
+from mclclip.data.options import SentencesConfig
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.clip import clean_caption
 from mclclip.objectives.near_copies import NearCopies
 from mclclip.train.near_copies import report_near
-from tests.unit.data.test_batches import png
-from tests.unit.data.test_equality import PICTURES, ROWS, batches_of
-from tests.unit.data.test_samples import build_index
+from tests.unit.data.test_equality import PICTURES, ROWS, batches_of, index_of
 
 LABELS = [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
-    folder = tmp_path_factory.mktemp("rows")
-    samples = [PackedSample(f"{n:03d}", png(p), "png", [c]) for n, (p, c) in enumerate(ROWS)]
-    paths = write_shards(samples, folder / "shards", 5)
-    return build_index(folder / "index", paths, "json:captions", pixels=True)
+    return index_of(tmp_path_factory.mktemp("rows"), ROWS)
 
 
 class Stored:
@@ -44,67 +41,113 @@ class Stored:
         return {"base_image_features": row, "base_text_features": row.roll(1)}
 
 
-def said(caplog: pytest.LogCaptureFixture) -> tuple[list[float], list[str]]:
-    """The four figures of the report, and its warnings."""
+def report(
+    caplog: pytest.LogCaptureFixture, batches: TrainingBatches, base: Any = None, **near: Any
+) -> tuple[list[float], list[str]]:
+    """Returns the six figures that are reported of one kind of near copies, and the warnings."""
+    caplog.clear()
+    caplog.set_level("INFO", "mclclip")
+    report_near(batches, [NearCopies(**near).resolved(views=False)], base, clean_caption)
     (line,) = (m for m in caplog.messages if m.startswith("coverage of near copies"))
-    shares = re.search(r"of (\d+) rows .* (\S+) % have some, (\S+) each; (\S+) % have no", line)
-    assert shares is not None
+    figures = re.search(
+        r"of (\d+) rows .* (\S+) % have some, (\S+) each; (\S+) % have no .* (\d+) of the (\d+)",
+        line,
+    )
+    assert figures is not None
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    return [float(each) for each in shares.groups()], warnings
+    return [float(each) for each in figures.groups()], warnings
+
+
+def count_slowly(
+    batches: TrainingBatches, near: NearCopies, base: Stored, captions: list[str], nth: int = 1
+) -> list[float]:
+    """Returns the figures of ``report`` in loops over the batches; of each every ``nth`` row."""
+    images = base.rows.numpy()
+    texts = np.roll(images, 1, axis=1)
+    with_near, copies, without, rows = 0, 0, 0, 0
+
+    def is_near(i: int, j: int) -> bool:
+        by_what = {
+            "captions": (captions[i] == captions[j], texts[i] @ texts[j]),
+            "pictures": (PICTURES[i] == PICTURES[j], images[i] @ images[j]),
+            "pairs": (False, max(images[i] @ texts[j], texts[i] @ images[j])),
+        }
+        equal, cosines = zip(*(by_what[each] for each in near.of or ()), strict=True)
+        bound = near.threshold
+        if near.margin is not None:
+            bound = images[i] @ texts[i] - near.margin
+        return i == j or (any(equal) if near.by_bytes else max(cosines) > bound)
+
+    for step in range(batches.steps_per_epoch):
+        batch = batches[step]
+        marks = zip(batch.sample_id.tolist(), batch.group_ids[:, 0].tolist(), strict=True)
+        every = list(enumerate(marks))
+        for row, (i, group) in every[::nth]:
+            others = [j for other, (j, g) in every if other != row and g == group]
+            num = sum(is_near(i, j) for j in others)
+            rows, copies, with_near = rows + 1, copies + num, with_near + bool(num)
+            without += bool(num) and num == len(others)
+    return [100 * with_near / rows, copies / max(with_near, 1), 100 * without / rows]
+
+
+KINDS = [
+    {"threshold": 0.8}, {"margin": 0.1}, {"threshold": 1.0}, {"of": ("captions",)},
+    {"of": ("pictures",)},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("labels", [None, LABELS])
-@pytest.mark.parametrize("near", [{"threshold": 0.8}, {"margin": 0.1}, {"threshold": 1.0}])
+@pytest.mark.parametrize("near", KINDS)
+@pytest.mark.parametrize("plan", [("mask", 6), ("wrap", 6), ("mask", 12)])
 def test_the_counts_are_those_of_the_batches(
-    index: SampleIndex, caplog: pytest.LogCaptureFixture, labels: Any, near: dict[str, float]
+    index: SampleIndex, caplog: pytest.LogCaptureFixture, labels: Any, near: Any, plan: Any
 ) -> None:
-    caplog.set_level("INFO", "mclclip")
-    options, base = NearCopies(**near).resolved(views=False), Stored()
-    batches = batches_of(index, labels=labels, policy="mask", global_batch=6)
-    report_near(batches, options, base, clean_caption)  # type: ignore[arg-type]
-    images = base.rows.numpy()
-    texts = np.roll(images, 1, axis=1)
-    captions = np.array([clean_caption(text) for _, text in ROWS])
-    with_near, copies, without, rows = 0, 0, 0, 0
-    for step in range(batches.steps_per_epoch):
-        batch = batches[step]
-        ids, groups = batch.sample_id.tolist(), batch.group_ids[:, 0].tolist()
-        for i, group in zip(ids, groups, strict=True):
-            others = [j for j, g in zip(ids, groups, strict=True) if j != i and g == group]
-            if near.get("threshold") == 1.0:
-                found = [
-                    j for j in others if captions[i] == captions[j] or PICTURES[i] == PICTURES[j]
-                ]
-            elif "threshold" in near:
-                found = [
-                    j for j in others
-                    if max(images[i] @ images[j], texts[i] @ texts[j]) > near["threshold"]
-                ]  # fmt: skip
-            else:
-                bound = images[i] @ texts[i] - near["margin"]
-                found = [
-                    j for j in others if max(images[i] @ texts[j], texts[i] @ images[j]) > bound
-                ]
-            rows, copies, with_near = rows + 1, copies + len(found), with_near + bool(found)
-            without += bool(found) and len(found) == len(others)
-    (num_rows, share, each, left_without), warnings = said(caplog)
-    assert num_rows == 6 and share == pytest.approx(100 * with_near / rows, abs=0.051)
-    assert each == pytest.approx(copies / with_near, abs=0.051) and copies > 0
-    assert left_without == pytest.approx(100 * without / rows, abs=0.051)
-    assert bool(warnings) == (without / rows > 0.05)
+    """Of a batch that is too large every n-th row is compared with all others."""
+    policy, global_batch = plan
+    nth = 3 if global_batch == 12 else 1
+    batches = batches_of(index, labels=labels, policy=policy, global_batch=global_batch)
+    base, captions = Stored(), [clean_caption(text) for _, text in ROWS]
+    resolved = NearCopies(**near).resolved(views=False)
+    expected = count_slowly(batches, resolved, base, captions, nth)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mclclip.train.near_copies.MOST_ROWS", 4 if nth == 3 else 4096)
+        (rows, *shares, counted, steps), warnings = report(caplog, batches, base, **near)
+    assert (rows, counted, steps) == (global_batch, batches.steps_per_epoch, counted)
+    assert shares == pytest.approx(expected, abs=0.051) and shares[0] > 0
+    assert bool(warnings) == (expected[2] > 5.0)
 
 
-@pytest.mark.parametrize(("threshold", "warns"), [(-1.0, False), (0.001, True)])
-def test_a_threshold_that_leaves_no_negatives_is_warned_of(
-    index: SampleIndex, caplog: pytest.LogCaptureFixture, threshold: float, warns: bool
+def test_of_drawn_sentences_those_that_are_drawn_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "mclclip")
-    base = Stored()
-    base.rows = functional.normalize(base.rows.abs() if warns else torch.eye(12))
-    near = NearCopies(threshold=abs(threshold)).resolved(views=False)
-    report_near(batches_of(index), near, base, clean_caption)  # type: ignore[arg-type]
-    (_, _, _, without), warnings = said(caplog)
-    assert (without, len(warnings)) == ((100.0, 1) if warns else (0.0, 0))
+    rows = [(n, f"The same. And {n} more.") for n in range(12)]
+    index = index_of(tmp_path, rows)
+    for sentences, is_counted in ((None, False), (SentencesConfig(number=1), True)):
+        batches = batches_of(index, global_batch=6, sentences=sentences)
+        figures, _ = report(caplog, batches, of=("captions",))
+        assert (figures[1] > 0) == is_counted
+
+
+@pytest.mark.parametrize("last", ["The same", "Another"])
+def test_captions_that_are_all_equal_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, last: str
+) -> None:
+    index = index_of(tmp_path, [*((n, "The same") for n in range(11)), (11, last)])
+    figures, warnings = report(caplog, batches_of(index, global_batch=12), of=("captions",))
+    assert (figures[3], len(warnings)) == ((100.0, 1) if last == "The same" else (0.0, 0))
+
+
+def test_what_is_read_before_a_training_is_bounded(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read: list[int] = []
+    whole = Bytes.captions_of
+    monkeypatch.setattr(
+        Bytes, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
+    )
+    monkeypatch.setattr("mclclip.train.near_copies.MOST_ROWS", 5)
+    figures, _ = report(caplog, batches_of(index))
+    assert figures[4:] == [1, 3] and len(read) == 4
 
 
 def test_captions_that_cannot_be_read_leave_the_count_open(
@@ -115,5 +158,5 @@ def test_captions_that_cannot_be_read_leave_the_count_open(
 
     monkeypatch.setattr(Bytes, "captions_of", fails)
     caplog.set_level("INFO", "mclclip")
-    report_near(batches_of(index), NearCopies().resolved(views=False), None, clean_caption)
+    report_near(batches_of(index), [NearCopies().resolved(views=False)], None, clean_caption)
     assert caplog.messages == ["coverage of near copies is not known: there is no shard"]
