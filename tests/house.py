@@ -32,18 +32,18 @@ from tests.unit.test_architecture import PACKAGE, edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 208,
-    "lines": 32_250,
-    "functions": 2_705,
-    "functions of two lines or fewer": 746,
-    "classes": 336,
-    "dataclasses": 183,
-    "options": 193,
-    "arrows between rooms": 326,
+    "files": 210,
+    "lines": 32_510,
+    "functions": 2_731,
+    "functions of two lines or fewer": 756,
+    "classes": 339,
+    "dataclasses": 185,
+    "options": 194,
+    "arrows between rooms": 328,
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 103,
-    "lines of tests": 50_710,
+    "lines of tests": 51_980,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
