@@ -74,7 +74,9 @@ def report_near(
         if share > MOST_WITHOUT and near.role == "masked":
             remedy = "raise the threshold" if near.margin is None else "lower the margin"
             if near.by_bytes:
-                remedy = "see data.sources.NAME.captions and the data ('mclclip doctor --data')"
+                remedy = (
+                    "see data.sources.NAME.captions and the data ('mclclip doctor --data CONFIG')"
+                )
             log.warning(
                 "%.0f %% of the rows are compared with near copies (%s) alone, and nothing is "
                 "learned from these: %s, or compare fewer things (near_copies.of)",
