@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
@@ -180,7 +180,8 @@ def _read_images(
             return f"image {path} cannot be read: {error.strerror or error}"
         except ValueError as error:  # the transform cannot take this image
             return f"image {path}: {error}"
-    return transform.finish(images)
+    batch: Tensor = default_collate(images)
+    return batch
 
 
 @contextlib.contextmanager

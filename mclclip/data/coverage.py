@@ -185,7 +185,8 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
 
 # --- attributes ----------------------------------------------------------------------------------
 
-_BATCHES, _GROUPED = 64, 1_000_000  # batches, and samples of whole groups, that are counted
+_BATCHES, _MOST = 64, 1_000_000  # batches and samples that are counted
+_EACH = 100  # samples of a group, if there are many groups
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class AttributeCoverage:
 
     nats, nats_ungrouped  its mean over rows of batches of the plan, and of batches drawn at random
     values                effective number of values: exp of the entropy, in nats
-    values_in_group       the same within a group: exp of the mean entropy of a sample's group
+    values_in_group       the same within a group: exp of the mean entropy within a sample's group
     """
 
     nats: float
@@ -210,37 +211,36 @@ class AttributeCoverage:
 def attribute_coverage(codes: npt.NDArray[np.integer], plan: EpochPlan) -> AttributeCoverage:
     """Counts the values ``codes`` [N] of an attribute in batches and groups of a plan; a negative
     code is no value, and equals no other."""
-    grouped, size = plan.grouped, plan.global_batch
+    ids, size = plan.grouped.sample_ids, plan.global_batch
     steps = np.unique(np.linspace(0, plan.steps_per_epoch - 1, _BATCHES).astype(np.int64))
     random = np.random.default_rng([plan.seed, plan.stage])
-    drawn = (random.integers(len(grouped.sample_ids), size=size) for _ in steps)
-    counts = np.diff(grouped.group_starts)
-    # Whole groups, spread evenly, with about so many samples together.
-    every = max(1, round(len(grouped.sample_ids) / _GROUPED))
-    groups = [
-        codes[grouped.sample_ids[start : start + count]]
-        for start, count in zip(grouped.group_starts[::every], counts[::every], strict=False)
-        if count
-    ]
-    weights = [len(group) for group in groups]
+    drawn = (random.integers(len(ids), size=size) for _ in steps)
+    places, groups = _spread_groups(np.asarray(plan.grouped.group_starts))
+    counted = codes[ids[places]]
+    pairs = np.where(counted < 0, -1, groups * (int(counted.max()) + 1) + counted)
     return AttributeCoverage(
         nats=float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps])),
-        nats_ungrouped=float(np.mean([_log_equal(codes[grouped.sample_ids[d]]) for d in drawn])),
-        values=math.exp(_entropy(np.concatenate(groups))),
-        values_in_group=math.exp(
-            np.average([_entropy(group) for group in groups], weights=weights)
-        ),
+        nats_ungrouped=float(np.mean([_log_equal(codes[ids[batch]]) for batch in drawn])),
+        values=len(counted) / math.exp(_log_equal(counted)),
+        values_in_group=math.exp(_log_equal(groups) - _log_equal(pairs)),
     )
+
+
+def _spread_groups(starts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Returns at most about ``_MOST`` places in sample_ids, and the group of each: of some groups,
+    spread evenly, and within each of these at even distances."""
+    sizes = np.diff(starts)
+    shown = np.flatnonzero(sizes)
+    shown = shown[:: -(-len(shown) * _EACH // _MOST)]
+    distance = -(-int(sizes[shown].sum()) // _MOST)
+    parts = [np.arange(starts[group], starts[group + 1], distance) for group in shown]
+    return np.concatenate(parts), np.repeat(shown, [len(part) for part in parts])
 
 
 def _log_equal(codes: npt.NDArray[np.integer]) -> float:
     """Returns the mean over rows of the log of the number of rows with the same code."""
     _, counts = np.unique(codes[codes >= 0], return_counts=True)
     return float((counts * np.log(counts)).sum() / len(codes))
-
-
-def _entropy(codes: npt.NDArray[np.integer]) -> float:
-    return math.log(len(codes)) - _log_equal(codes)
 
 
 def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:

@@ -40,7 +40,8 @@ def choose_compile(
     Blocks with convolutions gain little, and batch norms of several ranks wait for each other
     inside. DeepSpeed's hooks at ZeRO stage 3 would be compiled again for every block. A training of
     fewer than 1e17 ``operations`` of this rank, five minutes of an H100, would not win back the
-    time that compiling takes; nor would such an embedding pass, of which all ranks count.
+    time that compiling takes. Of an embedding pass all ranks' operations count, so that
+    its rows are the same for any number of ranks.
     """
     if how.compile != "auto":
         return how.compile

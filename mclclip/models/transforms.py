@@ -460,7 +460,8 @@ def _constants(
 def defer_normalization(transform: Callable[[Any], Tensor]) -> PictureTransform:
     """Returns a transform of which the device does the last steps (`to_floats`), if these are
     open_clip's ToTensor and Normalize; else the transform as it is."""
-    *steps, to_tensor, last = getattr(transform, "transforms", [None, None])
-    if type(to_tensor).__name__ != "MaybeToTensor" or type(last).__name__ != "Normalize":
+    steps: list[Any] = [*getattr(transform, "transforms", ())]
+    if [type(step).__name__ for step in steps[-2:]] != ["MaybeToTensor", "Normalize"]:
         return as_transform(transform)
-    return PixelTransform(steps, tuple(last.mean), tuple(last.std))
+    last = steps[-1]
+    return PixelTransform(steps[:-2], tuple(last.mean), tuple(last.std))

@@ -281,8 +281,8 @@ class Distill(Objective):
             for names, view in zip(self.names, batch.views, strict=False):
                 if (new := self.of_teacher[names[0]]) not in batch.extras:
                     batch.extras[new] = teacher(view)
-        exact = self.of_teacher.values() & batch.extras.keys()
-        return features | {name: batch.extras[name] for name in exact}
+        extras = batch.extras
+        return features | {n: extras[n] for n in self.of_teacher.values() if n in extras}
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes the distance of this rank's rows over the global batch.

@@ -166,7 +166,7 @@ def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None
 
 def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """Starts to copy ``tensor`` to main memory. The function that it returns waits for the copy and
-    returns it; it does not wait for what a GPU was given to do since."""
+    returns it; it does not wait for what a GPU was given to do since. The copy is the caller's."""
     copied = tensor.to("cpu", non_blocking=True)  # of a GPU's to pinned memory
     if choose_memory(tensor.device) == "pageable":
         return lambda: copied
@@ -175,7 +175,7 @@ def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
     def wait() -> Tensor:
         event.synchronize()
-        return copied
+        return copied.clone()  # gives the pinned memory back
 
     return wait
 

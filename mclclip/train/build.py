@@ -336,8 +336,8 @@ def build_loader(
     sizes: Sequence[tuple[int, int | None]] = ((0, None),),
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order; ``sizes`` of pictures by their first steps."""
-    say_near = steps.start == 0 and training.context.is_main
-    make = partial(_build_batches, training, inputs, plan, known_bad, model, say_near, sizes)
+    reports = steps.start == 0 and training.context.is_main
+    make = partial(_build_batches, training, inputs, plan, known_bad, model, reports, sizes)
     batches = collectives.raise_on_every_rank(make, "train")
     dataset = batches.dataset
 
@@ -363,11 +363,11 @@ def _build_batches(
     plan: EpochPlan,
     known_bad: np.ndarray,
     model: Model,
-    say_near: bool,
+    reports: bool,
     sizes: Sequence[tuple[int, int | None]],
 ) -> TrainingBatches:
-    """This rank's batches, of which the first samples have been tried; ``say_near``: says how many
-    rows have near copies, or an equal caption or picture."""
+    """This rank's batches, of which the first samples have been tried; ``reports``: says what
+    near copies, equal captions and pictures, and attributes do to them."""
     objective = training.options.objective
     cached = training.stage > 0 and training.options.reads_text_embeddings
     text = StoredRows(training.layout.text_embeddings, training.index) if cached else None
@@ -405,7 +405,7 @@ def _build_batches(
         transforms=transforms if inputs.image_rows is None else (),
     )
     dataset.check()
-    if say_near:
+    if reports:
         compared = sorted(objective.reads.near_copies, key=repr)
         if dataset.reads_text and not dataset.bytes.reader.urls:  # equal ones, if it costs little
             compared.append(NearCopies(of=("captions",)))

@@ -72,14 +72,15 @@ def report_near(
             f"{plan.steps_per_epoch:,}",
         )  # fmt: skip
         if share > MOST_WITHOUT and near.role == "masked":
-            remedy = "raise the threshold" if near.margin is None else "lower the margin"
+            higher = "raise the threshold" if near.margin is None else "lower the margin"
+            remedy = f"{higher}, or compare fewer things (near_copies.of)"
             if near.by_bytes:
                 remedy = (
                     "see data.sources.NAME.captions and the data ('mclclip doctor --data CONFIG')"
                 )
             log.warning(
                 "%.0f %% of the rows are compared with near copies (%s) alone, and nothing is "
-                "learned from these: %s, or compare fewer things (near_copies.of)",
+                "learned from these: %s",
                 100 * share, of, remedy,
             )  # fmt: skip
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from mclclip.config import Config
 from mclclip.data.bytes import BadSample, read_excluded
@@ -51,7 +52,7 @@ def image_passes(
     encode: Callable[[Tensor], Tensor],
     check: Callable[[np.ndarray], None],
 ) -> Callable[[Sequence[Shard]], Passes]:
-    """Returns what yields for each shard batches of rows. All ranks call it.
+    """Returns a function that yields for each shard batches of rows. All ranks call it.
 
     ``encode`` computes the rows of images [n, C, H, W] on the device, or of image rows if
     ``source`` reads these instead; ``check`` raises an error for rows that are not to be stored.
@@ -101,18 +102,15 @@ def _image_batches(
         [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
     ]
     all_cuts = [cut for of_shard in cuts for cut in of_shard]
-    transform = source.transform
 
     def compute(batch: _Batch) -> tuple[Tensor, _Batch]:
-        images = transform.to_floats(batch.images.to(context.device, non_blocking=True))
-        if batch.empty:
-            images[batch.empty] = 0.0
-        return encode(images), batch
+        images = batch.images.to(context.device, non_blocking=True)
+        return encode(source.transform.to_floats(images)), batch
 
     def finish(rows: np.ndarray, batch: _Batch) -> RowBatch:
         rows = rows[: batch.num_samples]
-        check(rows)
         rows[batch.empty] = 0.0
+        check(rows)
         return rows, batch.reasons
 
     loader: Loader[_Batch] = Loader(
@@ -123,7 +121,7 @@ def _image_batches(
         describe=lambda ids: source.bytes.describe(
             f"the batch of samples {ids[0]} to {ids[-1]}", ids
         ),
-        collate=partial(_collate, transform.finish, shape, least),
+        collate=partial(_collate, shape, least),
         pin_memory=choose_memory(context.device) == "pinned",
         fresh=bool(source.bytes.reader.urls),
     )
@@ -137,7 +135,7 @@ class _Batch(NamedTuple):
     """Images that a worker has made ready for the device.
 
     images       [n, C, H, W], or image rows [n, ...]
-    empty        places of samples without an image, where zeros stand: the others keep their bits
+    empty        places of samples without an image, where zeros stand
     reasons      why samples have no image, by sample id
     num_samples  how many of the n are samples; anything may follow
     """
@@ -148,17 +146,12 @@ class _Batch(NamedTuple):
     num_samples: int
 
 
-def _collate(
-    finish: Callable[[Sequence[Tensor]], Tensor],
-    shape: Sequence[int],
-    least: int,
-    samples: Sequence[Sample | BadSample],
-) -> _Batch:
+def _collate(shape: Sequence[int], least: int, samples: Sequence[Sample | BadSample]) -> _Batch:
     good = [sample for sample in samples if isinstance(sample, Sample)]
     zeros = torch.zeros_like(good[0].views[0]) if good else torch.zeros(*shape)
     views = [sample.views[0] if isinstance(sample, Sample) else zeros for sample in samples]
     return _Batch(
-        finish(views + [zeros] * (least - len(views))),
+        default_collate(views + [zeros] * (least - len(views))),  # in a worker: shared memory
         [place for place, sample in enumerate(samples) if isinstance(sample, BadSample)],
         {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)},
         len(samples),

@@ -45,8 +45,6 @@ def run(
     _check_options(name, options, {*settings, "source", "download", "samples_per_shard"})
     folders, download = _split_sources(options.pop("source", ())), options.pop("download", False)
     per_shard = options.pop("samples_per_shard", SAMPLES_PER_SHARD)
-    folders_there = (path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else ()
-    check_foreign(out, "make-dataset", *folders_there)
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
     splits = Splits(name, seed, per_shard, places, settings | options)
     make_artifact(splits, out, (build, Sources(folders, download)), force)
@@ -87,6 +85,10 @@ class Splits(Step[tuple[Build, Sources]]):
     sources: Mapping[str, str]
     options: Mapping[str, Any]
 
+    def reads(self, how: tuple[Build, Sources]) -> Mapping[str, str]:
+        """Returns digests of the files in the user's folders."""
+        return how[1].inputs()
+
     def make(self, out: Artifact, how: tuple[Build, Sources]) -> Made:
         """Writes the splits, and counts their samples. An empty split gets no shard."""
         counts: dict[str, Any] = {"samples": {}, "shards": {}}
@@ -94,6 +96,7 @@ class Splits(Step[tuple[Build, Sources]]):
         build, sources = how
         splits = build(sources, self.seed, **self.options)
         sources.check_used()
+        check_foreign(out.directory, "make-dataset", *splits)
         folder = out.begin()
         for split, content in splits.items():
             target, of_split = folder / split, dict[str, files.Record]()

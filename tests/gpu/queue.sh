@@ -57,7 +57,8 @@ figures() {
   step "$name" "$python" -m tests.gpu.bench --limit-s "$limit" --json "$out/$name.json" --only "$@"
 }
 
-step checks "$python" -m tests.gpu --limit-s "$limit" --only doctor 'kill -9' 'class centers' 'contrastive'
+step checks "$python" -m tests.gpu --limit-s "$limit" --only doctor 'kill -9' 'class centers' 'contrastive' 'pinned memory' \
+  'embed, cluster, eval'
 figures heads head attention 'near copies'
 figures beside_vit_l 'in memory: ViT-L-14'
 figures beside_vit_b 'in memory: ViT-B-32'

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mclclip import method
 from mclclip.checkpoint import step_files
 from mclclip.config import Config, dump
 from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.loader import run_ahead
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.models.loading import load_towers
@@ -94,6 +96,24 @@ def pinned(where: Where) -> str:
 
 
 # --- embedding and evaluation ---
+
+
+@check("pinned memory: rows arrive as they were computed")
+def rows_reach_the_host(where: Where) -> None:
+    """While the device writes over them already."""
+    first = torch.rand(4096 if where.on_gpu else 64, 4096, device=where.device)
+    product = first @ first.T
+    held = torch.empty_like(product)
+
+    def compute(number: int) -> tuple[Tensor, int]:
+        for _ in range(5):
+            torch.matmul(product, product, out=held)
+        return held.fill_(number), number
+
+    if not where.on_gpu:
+        raise Skip("a CPU's rows are not copied")
+    for rows, number in run_ahead(compute, range(8)):
+        assert (rows == number).all(), number
 
 
 @check("towers: features are those of the CPU", limit_s=150.0)

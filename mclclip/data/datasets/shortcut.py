@@ -89,7 +89,7 @@ def build(
     folder = sources.folder("shards")
     parts = {part: folder / part for part in ("train", "test")}
     if all(path.is_dir() for path in parts.values()):
-        train, test = (Originals(path, seed) for path in parts.values())
+        train, test = (Originals(path, seed, part) for part, path in parts.items())
     else:
         train, test = (Originals(folder, seed, part, test_share) for part in parts)
     for part, pictures in (("train", train), ("test", test)):
@@ -125,8 +125,6 @@ class Shortcut:
             ]
             facts = {**picture.metadata, "shortcut": phrase}
             yield PackedSample(f"{number:09d}", image, "jpg", captions, facts)
-        for line in pictures.findings.lines():
-            log.warning("make-dataset: %s", line)
 
     def content(self, pictures: Originals) -> Iterator[PackedSample]:
         """Yields pictures that all have the first value, with their own captions."""
@@ -200,19 +198,18 @@ class Original:
 class Originals:
     """The usable pictures of a folder; with a ``test_share`` those of one part of them.
 
-    ``findings`` counts the others of the last pass.
+    The first whole pass logs what the others are.
     """
 
-    def __init__(
-        self, folder: Path, seed: int, part: str = "", test_share: float | None = None
-    ) -> None:
+    def __init__(self, folder: Path, seed: int, part: str, test_share: float | None = None) -> None:
         self.table = open_table(folder)
         if not self.table.holds_images:
             raise ValueError(f"--shards {folder}: wanted shards, which 'mclclip pack' makes")
         self.seed, self.part, self.test_share = seed, part, test_share
+        self.is_logged = False
 
     def __iter__(self) -> Iterator[Original]:
-        self.findings = findings = Findings()
+        findings = Findings()
         for row in self.table.rows(findings):
             data = row.image or b""
             digest = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
@@ -229,6 +226,9 @@ class Originals:
                 findings.add("undecodable", row.where)
                 continue
             yield Original(data, image, captions, row.metadata, int(mix(self.seed, digest)))
+        for line in findings.lines() if not self.is_logged else ():
+            log.warning("make-dataset: %s: %s", self.part, line)
+        self.is_logged = True
 
 
 # --- kinds of shortcuts ------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from mclclip.data.decode import (
 )
 from mclclip.data.shard_scan import ARRAY_EXTENSION
 from mclclip.data.shard_writer import PackedSample, image_extension
+from mclclip.util.files import digest_json
 
 T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
@@ -63,6 +64,15 @@ class Sources:
         if not folder.is_dir():
             raise FileNotFoundError(f"--source {name}={folder}: there is no such folder")
         return folder
+
+    def inputs(self) -> dict[str, str]:
+        """Returns a digest of the names and sizes of the files in each folder; nothing of folders
+        that are to be downloaded, or are missing."""
+        folders = {} if self.download else self.folders
+        return {
+            name: digest_json(sorted((str(p), p.stat().st_size) for p in folder.rglob("*.*")))
+            for name, folder in folders.items()
+        }
 
     def check_used(self) -> None:
         """Raises ValueError for a source that the user named, but the data set does not read."""

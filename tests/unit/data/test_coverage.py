@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mclclip.data import coverage
 from mclclip.data.coverage import attribute_coverage, check_coverage, coverage_report
 from mclclip.data.epoch_plan import EpochPlan, steps_per_epoch
 from mclclip.data.options import Policy
@@ -126,4 +127,15 @@ def test_samples_without_a_value_are_told_apart() -> None:
     codes = np.full(400, -1)
     counted = attribute_coverage(codes, plan_of(np.zeros(400, int), 16))
     assert counted.nats == counted.nats_ungrouped == 0.0
-    assert counted.values == counted.values_in_group == pytest.approx(400)
+    assert (counted.values, counted.values_in_group) == pytest.approx((400, 400))
+
+
+def test_of_many_samples_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one group, and of some of many groups."""
+    monkeypatch.setattr(coverage, "_MOST", 3_000)
+    codes = np.random.default_rng(0).integers(8, size=60_000)
+    for groups in (np.zeros(60_000, int), codes % 2, np.arange(60_000) // 6):
+        counted = attribute_coverage(codes, plan_of(groups, 4))
+        assert counted.values == pytest.approx(8, rel=0.1)
+        within = {1: 8, 2: 4}.get(len(np.unique(groups)))
+        assert within is None or counted.values_in_group == pytest.approx(within, rel=0.02)
