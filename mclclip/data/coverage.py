@@ -209,15 +209,15 @@ class AttributeCoverage:
 
 
 def attribute_coverage(codes: npt.NDArray[np.integer], plan: EpochPlan) -> AttributeCoverage:
-    """Counts the values ``codes`` [N] of an attribute in batches and groups of a plan; a negative
-    code is no value, and equals no other."""
+    """Counts the values ``codes`` [N] of an attribute in batches and groups of a plan. Samples
+    without a value (-1) are not told apart either."""
     ids, size = plan.grouped.sample_ids, plan.global_batch
     steps = np.unique(np.linspace(0, plan.steps_per_epoch - 1, _BATCHES).astype(np.int64))
     random = np.random.default_rng([plan.seed, plan.stage])
-    drawn = (random.integers(len(ids), size=size) for _ in steps)
+    drawn = (random.choice(len(ids), size, replace=size > len(ids)) for _ in steps)
     places, groups = _spread_groups(np.asarray(plan.grouped.group_starts))
     counted = codes[ids[places]]
-    pairs = np.where(counted < 0, -1, groups * (int(counted.max()) + 1) + counted)
+    pairs = groups * (int(counted.max()) + 2) + counted
     return AttributeCoverage(
         nats=float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps])),
         nats_ungrouped=float(np.mean([_log_equal(codes[ids[batch]]) for batch in drawn])),
@@ -239,17 +239,21 @@ def _spread_groups(starts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64]
 
 def _log_equal(codes: npt.NDArray[np.integer]) -> float:
     """Returns the mean over rows of the log of the number of rows with the same code."""
-    _, counts = np.unique(codes[codes >= 0], return_counts=True)
+    _, counts = np.unique(codes, return_counts=True)
     return float((counts * np.log(counts)).sum() / len(codes))
 
 
 def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:
     """Logs for each attribute of the index what it leaves to be learned."""
+    size = plan.global_batch
     for name in index.attributes:
         shares = attribute_coverage(index.attribute(name)[0], plan)
+        grouped = ("", "")
+        if len(plan.grouped.group_labels) > 1:
+            without = f", {shares.nats_ungrouped:.2f} without groups"
+            grouped = f", {shares.values_in_group:.1f} in a group", without
         logger.info(
-            "coverage of the attribute %s: %.1f values, %.1f in a group; a model that reads it "
-            "alone has %.2f nats of a batch of %s left to learn from, and %.2f without groups",
-            name, shares.values, shares.values_in_group, shares.nats, f"{plan.global_batch:,}",
-            shares.nats_ungrouped,
+            "coverage of the attribute %s: %.1f effective values%s; a model that reads it alone has "
+            "%.2f of the %.2f nats of a batch of %s left to learn from%s",
+            name, shares.values, grouped[0], shares.nats, math.log(size), f"{size:,}", grouped[1],
         )  # fmt: skip

@@ -45,6 +45,9 @@ def run(
     _check_options(name, options, {*settings, "source", "download", "samples_per_shard"})
     folders, download = _split_sources(options.pop("source", ())), options.pop("download", False)
     per_shard = options.pop("samples_per_shard", SAMPLES_PER_SHARD)
+    shards = folders.get("shards")
+    if shards and out.resolve().is_relative_to(shards.expanduser().resolve()):
+        raise ValueError(f"--out {out} lies in --shards {shards}: write outside of it")
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
     splits = Splits(name, seed, per_shard, places, settings | options)
     make_artifact(splits, out, (build, Sources(folders, download)), force)
@@ -110,7 +113,10 @@ class Splits(Step[tuple[Build, Sources]]):
                 if shards := write_shards(samples, target, self.samples_per_shard, of_split):
                     counts["shards"][split] = len(shards)
             records |= {f"{split}/{name}": record for name, record in of_split.items()}
-        samples_of = (f"{n:,} {split}" for split, n in counts["samples"].items())
+        samples_of = (
+            f"{n:,} {'files of ' * isinstance(splits[split], Files)}{split}"
+            for split, n in counts["samples"].items()
+        )
         log.info("%s: %s", folder, ", ".join(samples_of))
         return Made(counts, records)
 

@@ -44,8 +44,8 @@ _COLOURS = {
 }  # fmt: skip
 _SIDES = ("on the left", "on the right", "on top", "at the bottom")
 _SYLLABLES = tuple(a + b for a in "bdfgklmnprstvz" for b in "aeiou")
-_WIDTH = 1 / 8  # of bars, of the shorter side
-_RING = 1 / 20
+_LONGEST = 65_500  # pixels of a side, the most of a JPEG
+_WIDTH, _RING = 1 / 8, 1 / 20  # of bars and of a frame's colours, of the shorter side
 
 
 def build(
@@ -94,7 +94,10 @@ def build(
         train, test = (Originals(folder, seed, part, test_share) for part in parts)
     for part, pictures in (("train", train), ("test", test)):
         if next(iter(pictures), None) is None:
-            raise ValueError(f"--shards {folder}: there is no picture with a caption to {part} on")
+            raise ValueError(
+                f"--shards {folder}: there is no picture with a caption to {part} on; without "
+                f"folders train and test --test-share ({test_share}) of the pictures are held out"
+            )
     shortcut = Shortcut([*itertools.islice(KINDS[kind](values), values)], probability, template)
     return {
         "train": shortcut.train(train),
@@ -149,12 +152,12 @@ class Shortcut:
     def statements(self, pictures: Originals) -> Iterator[tuple[str, bytes, str]]:
         """Yields a minimal pair of each Type for two pictures: one of the first half, and one of
         the second, since neighbours are often of one class. They have no caption in common."""
-        half = sum(1 for _ in pictures) // 2
+        half, is_empty = sum(1 for _ in pictures) // 2, True
         others = itertools.islice(pictures, half, None)
         for first, second in zip(itertools.islice(pictures, half), others, strict=False):
             if not {*first.captions}.isdisjoint(second.captions):
                 continue
-            value = self._value(first)
+            value, is_empty = self._value(first), False
             other = (value + 1 + self._value(second) % (len(self.values) - 1)) % len(self.values)
             for type_name, picture, number in (
                 ("content", first, value), ("content", second, value),
@@ -162,6 +165,8 @@ class Shortcut:
             ):  # fmt: skip
                 phrase, image = self._put(picture, number)
                 yield type_name, image, self._say(phrase, picture.captions[0])
+        if is_empty:
+            log.warning("make-dataset: mixed has no pair: no two pictures have other captions")
 
     def _value(self, picture: Original) -> int:
         return int(picture.draw("value")[0] * len(self.values))
@@ -223,6 +228,8 @@ class Originals:
             try:
                 image = picture_of(data, row.where).convert("RGB")
             except ValueError:
+                image = None
+            if image is None or max(image.size) > _LONGEST:
                 findings.add("undecodable", row.where)
                 continue
             yield Original(data, image, captions, row.metadata, int(mix(self.seed, digest)))
@@ -249,12 +256,18 @@ def _bars(count: int) -> Iterator[Value]:
 
 
 def _draw_bars(bars: Sequence[tuple[str, str]], picture: Image.Image, place: Place) -> None:
-    width, height = picture.size
-    thick = max(1, round(_WIDTH * min(width, height)))
-    boxes = [(0, 0, thick, height), (width - thick, 0, width, height)]
-    boxes += [(0, 0, width, thick), (0, height - thick, width, height)]
-    for side, colour in bars:
-        picture.paste(_COLOURS[colour], boxes[_SIDES.index(side)])
+    left, top, side = _middle(picture)
+    thick, right, bottom = max(1, round(_WIDTH * side)), left + side, top + side
+    boxes = [(left, top, left + thick, bottom), (right - thick, top, right, bottom)]
+    boxes += [(left, top, right, top + thick), (left, bottom - thick, right, bottom)]
+    for where, colour in bars:
+        picture.paste(_COLOURS[colour], boxes[_SIDES.index(where)])
+
+
+def _middle(picture: Image.Image) -> tuple[int, int, int]:
+    """Returns left, top and side of the square in the middle, which a CLIP's centre crop leaves."""
+    side = min(picture.size)
+    return (picture.width - side) // 2, (picture.height - side) // 2, side
 
 
 def _frames(count: int) -> Iterator[Value]:
@@ -267,10 +280,10 @@ def _frames(count: int) -> Iterator[Value]:
 
 
 def _draw_frame(colours: Sequence[str], picture: Image.Image, place: Place) -> None:
-    draw, thick = ImageDraw.Draw(picture), max(1, round(_RING * min(picture.size)))
-    width, height = picture.size
-    for edge, colour in zip(range(0, (min(width, height) + 1) // 2, thick), colours, strict=False):
-        box = (edge, edge, width - 1 - edge, height - 1 - edge)
+    draw, (left, top, side) = ImageDraw.Draw(picture), _middle(picture)
+    thick = max(1, round(_RING * side))
+    for edge, colour in zip(range(0, (side + 1) // 2, thick), colours, strict=False):
+        box = (left + edge, top + edge, left + side - 1 - edge, top + side - 1 - edge)
         draw.rectangle(box, outline=_COLOURS[colour], width=thick)
 
 
@@ -281,14 +294,13 @@ def _numbers(count: int) -> Iterator[Value]:
 
 
 def _draw_sticker(text: str, picture: Image.Image, place: Place) -> None:
-    draw, size = ImageDraw.Draw(picture), max(8, min(picture.size) // 5)
+    draw, (left, top, side) = ImageDraw.Draw(picture), _middle(picture)
+    size = max(8, side // 5)
     font = ImageFont.load_default(size)
     box = draw.textbbox((0, 0), text, font)
     wide, high = (round(box[at + 2] + size / 3) for at in (0, 1))
-    left, top = (
-        int(share * (max(side - length, 0) + 1))
-        for share, side, length in zip(place, picture.size, (wide, high), strict=True)
-    )
+    left += int(place[0] * (max(side - wide, 0) + 1))
+    top += int(place[1] * (max(side - high, 0) + 1))
     draw.rectangle((left, top, left + wide, top + high), fill="white", outline="black")
     draw.text((left + size / 6, top + size / 6), text, "black", font)
 
@@ -301,20 +313,15 @@ def _watermarks(count: int) -> Iterator[Value]:
 
 
 def _draw_watermark(name: str, picture: Image.Image, place: Place) -> None:
-    side = max(picture.size)
-    layer = Image.new("RGBA", (2 * side, 2 * side))
-    draw, size = ImageDraw.Draw(layer), max(8, min(picture.size) // 6)
-    font, step = ImageFont.load_default(size), 1.6 * size
-    wide = draw.textlength(name + "  ", font)
-    for row in range(int(2 * side / step) + 1):
-        for column in range(-1, int(2 * side / wide) + 1):
-            draw.text(
-                (column * wide + row % 2 * wide / 2, row * step), name, (255, 255, 255, 140), font
-            )
-    layer = layer.rotate(30, Image.Resampling.BILINEAR)
-    left, top = ((2 * side - length) // 2 for length in picture.size)
-    layer = layer.crop((left, top, left + picture.width, top + picture.height))
-    picture.paste(layer, (0, 0), layer)
+    size = max(8, min(picture.size) // 6)
+    font = ImageFont.load_default(size)
+    left, top, right, bottom = map(round, font.getbbox(name))
+    stamp = Image.new("RGBA", (right - left + 2, bottom - top + 2))
+    ImageDraw.Draw(stamp).text((1 - left, 1 - top), name, (255, 255, 255, 140), font)
+    stamp = stamp.rotate(30, Image.Resampling.BILINEAR, expand=True)
+    for row, high in enumerate(range(0, picture.height, stamp.height)):
+        for wide in range(-stamp.width // 2 * (row % 2), picture.width, stamp.width):
+            picture.paste(stamp, (wide, high), stamp)
 
 
 KINDS: Mapping[str, Callable[[int], Iterator[Value]]] = {

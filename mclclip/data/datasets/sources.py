@@ -66,13 +66,14 @@ class Sources:
         return folder
 
     def inputs(self) -> dict[str, str]:
-        """Returns a digest of the names and sizes of the files in each folder; nothing of folders
-        that are to be downloaded, or are missing."""
-        folders = {} if self.download else self.folders
-        return {
-            name: digest_json(sorted((str(p), p.stat().st_size) for p in folder.rglob("*.*")))
-            for name, folder in folders.items()
-        }
+        """Returns a digest of the names and sizes of the user's shards, if the data set reads some;
+        the files of a published data set are always the same."""
+        if "shards" not in self.folders:
+            return {}
+        root = self.folder("shards")
+        files = sorted(path for path in root.rglob("*.tar") if path.is_file())
+        facts = [(str(path.relative_to(root)), path.stat().st_size) for path in files]
+        return {"shards": digest_json(facts)}
 
     def check_used(self) -> None:
         """Raises ValueError for a source that the user named, but the data set does not read."""

@@ -123,11 +123,16 @@ def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
     assert (counted.nats, counted.values_in_group) == (pytest.approx(np.log(20)), 1.0)
 
 
-def test_samples_without_a_value_are_told_apart() -> None:
-    codes = np.full(400, -1)
-    counted = attribute_coverage(codes, plan_of(np.zeros(400, int), 16))
+def test_samples_without_a_value_are_not_told_apart() -> None:
+    counted = attribute_coverage(np.full(400, -1), plan_of(np.zeros(400, int), 16))
+    assert counted.nats == counted.nats_ungrouped == pytest.approx(np.log(16))
+    assert (counted.values, counted.values_in_group) == pytest.approx((1, 1))
+
+
+def test_a_value_for_each_sample_leaves_nothing() -> None:
+    counted = attribute_coverage(np.arange(52), plan_of(np.zeros(52, int), 12))
     assert counted.nats == counted.nats_ungrouped == 0.0
-    assert (counted.values, counted.values_in_group) == pytest.approx((400, 400))
+    assert (counted.values, counted.values_in_group) == pytest.approx((52, 52))
 
 
 def test_of_many_samples_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,12 @@ def test_training_pictures_have_the_bar_that_their_captions_name(made: Path) -> 
     named = 0
     for facts, pixels in rows:
         assert pixels.shape == (40, 48, 3)
-        assert abs(int(pixels[20, 30, 0]) - GREY) < 12  # beside the bar nothing changes
+        # A CLIP's centre crop has columns 4 to 43: the bar is 5 of them.
+        assert np.abs(pixels[:, [0, 1, 2, 11, 30]].astype(int) - GREY).max() < 30
         colour, _, side = facts["shortcut"].partition(" bar ")
-        assert side == "on the left" and np.ptp(pixels[:, :4].reshape(-1, 3), axis=0).max() < 30
+        assert side == "on the left" and np.ptp(pixels[:, 5:8].reshape(-1, 3), axis=0).max() < 30
         if colour in colours:
-            assert pixels[20, 2].argmax() == colours[colour]
+            assert pixels[20, 6].argmax() == colours[colour]
         for order, caption in zip(("first", "second"), facts["captions"], strict=True):
             plain = f"{order} of {facts['place']}"
             assert caption in (plain, f"{facts['shortcut']}. {plain}")
@@ -101,7 +103,7 @@ def test_held_out_parts_are_read_by_their_evaluators(made: Path) -> None:
     plain = read_captions_of_shards(out / "plain", "json:captions")
     assert [i.read_bytes() for i in plain.images] == [i.read_bytes() for i in source.images]
     assert {facts["shortcut"] for facts, _ in members(out / "content")} == {"red bar on the left"}
-    assert all(pixels[20, 2].argmax() == 0 for _, pixels in members(out / "content"))
+    assert all(pixels[20, 6].argmax() == 0 for _, pixels in members(out / "content"))
     names = labels_of(out / "shortcut")
     folders = read_labelled(out / "shortcut", {name: name for name in names})
     assert len(folders.images) == 41 and len(names) == 4
@@ -130,6 +132,16 @@ def test_every_value_of_a_kind_has_its_own_words_and_looks(kind: str, tmp_path: 
     assert len(looks) == len(values)
     for size in ((1, 1), (3, 200)):
         draw(Image.new("RGB", size), np.array([1 - 1e-9, 0.0]))
+
+
+def test_other_pictures_are_another_data_set(tmp_path: Path) -> None:
+    write(tmp_path / "data", range(20))
+    make = partial(make_dataset.run, "shortcut", tmp_path / "out", test_share=0.5)
+    make(source=[f"shards={tmp_path / 'data'}"])
+    make(source=[f"shards={tmp_path / 'data'}"])
+    write(tmp_path / "data", range(25))
+    with pytest.raises(ValueError, match="other data"):
+        make(source=[f"shards={tmp_path / 'data'}"])
 
 
 def test_one_folder_is_split_by_the_bytes_of_pictures(tmp_path: Path) -> None:
@@ -163,6 +175,7 @@ def test_one_folder_is_split_by_the_bytes_of_pictures(tmp_path: Path) -> None:
         ({"source": ["shards=nowhere"]}, "nowhere"),
         ({"test_share": 1e-9}, "to test on"),
         ({"source": ["shards=loose"]}, "mclclip pack"),
+        ({"source": ["shards=."]}, "lies in --shards"),
     ],
 )
 def test_wrong_options_are_one_line_and_write_nothing(
