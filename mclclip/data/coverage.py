@@ -253,7 +253,7 @@ def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:
             without = f", {shares.nats_ungrouped:.2f} without groups"
             grouped = f", {shares.values_in_group:.1f} in a group", without
         logger.info(
-            "coverage of the attribute %s: %.1f effective values%s; a model that reads it alone has "
-            "%.2f of the %.2f nats of a batch of %s left to learn from%s",
+            "coverage of the attribute %s: %.1f effective values%s; reading it alone leaves "
+            "%.2f of the %.2f nats of a batch of %s%s",
             name, shares.values, grouped[0], shares.nats, math.log(size), f"{size:,}", grouped[1],
         )  # fmt: skip
