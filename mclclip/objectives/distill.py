@@ -169,8 +169,9 @@ def _teacher_of(options: Options, inputs: ObjectiveInputs) -> Teacher:
                 "embeddings"
             )
         pixels = [*model.normalization, *encoder.normalization]
+        encoder.to(inputs.dtype)
         if not inputs.shapes_only:
-            encoder.to(inputs.context.device, inputs.dtype)
+            encoder.to(inputs.context.device)
             pixels = [each.to(inputs.context.device) for each in pixels]
         return _TeacherOfCrops(encoder, encoder.image_shape[1:], *pixels)
 
