@@ -122,7 +122,8 @@ class Encoder(nn.Module):
 
         `narrow.narrow_encoder` makes models of them, which can be exported.
         """
-        if not 0 < width <= (dim := self.stage_dim):
+        dim = self.stage_dim
+        if not 0 < width <= dim:
             raise ValueError(f"width={width} is of features of {dim} numbers: wanted 1 to {dim}")
         return Encoder(
             [*self.stages],
