@@ -121,7 +121,7 @@ class Shortcut:
         for number, picture in enumerate(pictures):
             phrase, image = self._put(picture)
             captions = [
-                self._say(phrase, caption) if random < self.probability else caption
+                self._fill_template(phrase, caption) if random < self.probability else caption
                 for caption, random in zip(
                     picture.captions, picture.draw("captions", len(picture.captions)), strict=True
                 )
@@ -164,7 +164,7 @@ class Shortcut:
                 ("shortcut", first, value), ("shortcut", first, other),
             ):  # fmt: skip
                 phrase, image = self._put(picture, number)
-                yield type_name, image, self._say(phrase, picture.captions[0])
+                yield type_name, image, self._fill_template(phrase, picture.captions[0])
         if is_empty:
             log.warning("make-dataset: mixed has no pair: no two pictures have other captions")
 
@@ -178,7 +178,7 @@ class Shortcut:
         draw(image, picture.draw("place", 2))
         return phrase, jpeg(np.asarray(image))
 
-    def _say(self, phrase: str, caption: str) -> str:
+    def _fill_template(self, phrase: str, caption: str) -> str:
         return self.template.replace("{shortcut}", phrase).replace("{caption}", caption)
 
 
