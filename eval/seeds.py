@@ -1,68 +1,70 @@
-"""Compares two methods that were each trained with several seeds, on the same items.
+"""Compares methods that were each trained with several seeds, on the same items.
 
-Both methods of a pair have the same seed, so effects of the seed on both (the order of the samples,
-a trained base) cancel. Every seed is measured on the same items, so items and seeds are crossed.
+All methods have the same seeds, so effects of a seed on both methods of a pair (the order of the
+samples, a trained base) cancel. Every seed is measured on the same items, so items and seeds are
+crossed.
 
-The variance of a mean difference has three parts (``Spread``), each with its degrees of freedom. An
-interval gives each part its own quantile (Howe, JASA 1974). So having only two seeds does not widen
-the part that many items determine well.
+The variance of a mean difference has two parts (``Spread``), each with its degrees of freedom. An
+interval gives each part its own quantile (Howe, JASA 1974), so having only two seeds does not widen
+the part that many items determine well. Two or three seeds can look alike by chance. So the part of
+the seeds is at least its mean over all comparisons, which has the degrees of freedom of all
+methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import chdtri, ndtri, stdtrit
+from scipy.special import chdtri, stdtrit
 
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import FloatArray, IntArray
-from mclclip.eval.outcomes import Difference, Outcomes
+from mclclip.eval.outcomes import Difference, NotTheSame, Outcomes
 
-_FACTOR = 1 / float(chdtri(1, 0.85))
-"""The factor by which the variance that two seeds show is increased: in 85 % of cases the true
-variance is smaller than the increased one."""
-
+_LARGER = 0.7
+"""A method may differ more by seed than others. So a difference's own variance over seeds counts as
+its upper bound of this confidence."""
 _STEPS = 60  # steps of the bisection for a p-value
 _GROUPS = 500  # the jackknife leaves out one of at most so many groups of units at a time
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The parts of the variance of the mean difference over S seeds and U units, as numbers or as
-    arrays of one shape (two-way analysis of variance).
+    """The parts of the variance of mean differences over S seeds and U units, as arrays of one
+    shape (two-way analysis of variance).
 
-    units         the part from how units differ in their mean over seeds, MS_a / (U S)
-    seeds         the part from how seeds differ, MS_b / (U S)
-    rest          the residual, MS_e / (U S), which both other parts contain
-    unit_degrees  the degrees of freedom of ``units``; ``seeds`` has S - 1
+    units         the part from how units differ in their mean over seeds, MS_a / (U S), which
+                  contains the residual MS_e / (U S)
+    seeds         the part from how seeds differ beyond the residual, (MS_b - MS_e) / (U S); it may
+                  be negative
+    unit_degrees  the degrees of freedom of ``units``
+    num_methods   M; the seeds of all have (M - 1) (S - 1) degrees of freedom
     num_seeds     S
     """
 
-    units: FloatArray | float
-    seeds: FloatArray | float
-    rest: FloatArray | float
-    unit_degrees: int
+    units: FloatArray
+    seeds: FloatArray
+    unit_degrees: IntArray | int
+    num_methods: int
     num_seeds: int
 
     def half_width(self, alpha: FloatArray | float) -> FloatArray:
-        """Half the width of an interval of level 1 - alpha.
+        """Half the widths of intervals of level 1 - alpha, one for each difference.
 
-        From three seeds on it is sqrt(t_a^2 units + t_b^2 max(seeds - rest, 0)), with quantiles t_a
-        and t_b of Student's distribution. Two seeds, with a single degree of freedom, cannot show
-        that seeds differ little. So their part is taken ``_FACTOR`` times as large, and the
-        quantile is that of the normal distribution.
+        sqrt(t_a^2 units + t_b^2 seeds'), with quantiles t_a and t_b of Student's distribution,
+        where seeds' is the larger of the mean of ``seeds`` over all differences (over the last
+        axis) and of ``_LARGER``'s bound of the own one, and at least 0.
         """
         tail = np.asarray(alpha) / 2
-        if self.num_seeds == 2:
-            of_seeds = np.maximum(_FACTOR * self.seeds - self.rest, 0)
-            return np.asarray(np.sqrt(ndtri(tail) ** 2 * (self.units + of_seeds)))
+        alone = self.seeds * (self.num_seeds - 1) / chdtri(self.num_seeds - 1, _LARGER)
+        of_seeds = np.maximum(np.maximum(alone, self.seeds.mean(axis=-1, keepdims=True)), 0)
         of_units = stdtrit(self.unit_degrees, tail) ** 2 * self.units
-        of_seeds = np.maximum(self.seeds - self.rest, 0)
-        return np.asarray(np.sqrt(of_units + stdtrit(self.num_seeds - 1, tail) ** 2 * of_seeds))
+        degrees = (self.num_methods - 1) * (self.num_seeds - 1)
+        return np.asarray(np.sqrt(of_units + stdtrit(degrees, tail) ** 2 * of_seeds))
 
-    def p_values(self, values: FloatArray | float) -> FloatArray:
+    def p_values(self, values: FloatArray) -> FloatArray:
         """The p-values of differences: the alpha at which ``half_width`` equals the difference. It
         is found by bisection."""
         low, high = np.zeros(np.shape(values)), np.ones(np.shape(values))
@@ -73,40 +75,65 @@ class Spread:
         return np.asarray(high)
 
 
-def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
-    """The mean difference, over seeds, of two methods; ``pairs`` are their outcomes for each seed.
+def differences(
+    methods: Mapping[str, Sequence[Outcomes]], compared: Sequence[tuple[str, str]]
+) -> list[Difference]:
+    """The mean differences, over seeds, of pairs of methods on one benchmark.
 
-    With one seed it is ``outcomes.difference``, which knows the variance over items only. With
-    more, ``Spread`` gives the interval and the p-value; its part ``units`` includes the invented
-    units of ``outcomes.bootstrap_strata``. Statistics of rankings are not sums over units, so each
-    unit gets a jackknife pseudo-value instead. If these are all equal, as for a perfect and a
-    collapsed ranking, a sign test is used. ``wins``, ``losses`` and ``items`` are those of the mean
-    over seeds.
+    ``methods`` has the outcomes of each method for every seed, and ``compared`` the names of each
+    pair. With one seed a difference is ``outcomes.difference``, which knows the variance over items
+    only. With more, ``Spread`` gives the interval and the p-value; its part ``units`` includes the
+    invented units of ``outcomes.bootstrap_strata``. Statistics of rankings are not sums over units,
+    so each unit gets a jackknife pseudo-value instead. If these are all equal, as for a perfect and
+    a collapsed ranking, a sign test is used. ``wins``, ``losses`` and ``items`` are those of the
+    mean over seeds.
 
     Raises NotTheSame if the items of two outcomes differ.
     """
-    if len(pairs) == 1:
-        return outcomes.difference(*pairs[0])
-    first, num_seeds = pairs[0][0], len(pairs)
-    for a, b in pairs:
-        outcomes.check_same_items(first, a)
-        outcomes.check_same_items(a, b)
-    parts = _parts(pairs)
-    spread = _spread(parts, invented=first.truth is None)
-    value = float(np.mean([a.value() - b.value() for a, b in pairs]))
-    units, half = int(first.resampling_group.max()) + 1, float(spread.half_width(0.05))
-    if value and half < 1e-12:
-        low, high, p_value = outcomes.sign_test(first, value)
-        test = "sign test over units"
-        return Difference(value, low, high, p_value, test, None, None, units, None)
-    wins = losses = items = None
+    pairs = [[*zip(methods[left], methods[right], strict=True)] for left, right in compared]
+    if not pairs:
+        return []
+    for names, some in zip(compared, pairs, strict=True):
+        try:
+            for left, right in some:
+                outcomes.check_same_items(some[0][0], left)
+                outcomes.check_same_items(left, right)
+        except NotTheSame as error:
+            joined = " and ".join(names)
+            raise NotTheSame(f"{joined} were not measured on the same items: {error}") from None
+    if (num_seeds := len(pairs[0])) == 1:
+        return [outcomes.difference(*of_seed) for (of_seed,) in pairs]
+    parts = [_parts(some) for some in pairs]
+    variances = [_variances(each, some) for each, some in zip(parts, pairs, strict=True)]
+    units, seeds, degrees = (np.array(numbers) for numbers in zip(*variances, strict=True))
+    spread = Spread(units, seeds, degrees, len(methods), num_seeds)
+    values = np.array([np.mean([a.value() - b.value() for a, b in some]) for some in pairs])
+    columns = zip(values, spread.half_width(0.05), spread.p_values(values), strict=True)
+    results = []
+    for some, (of_units, *_), (variance, beyond, _), numbers in zip(
+        pairs, parts, variances, columns, strict=True
+    ):
+        value, half, p_value = map(float, numbers)
+        low, high, test = value - half, value + half, f"{num_seeds} seeds crossed with items"
+        if value and variance + max(beyond, 0) < 1e-24:
+            low, high, p_value = outcomes.sign_test(some[0][0], value)
+            test = "sign test over units"
+        results.append(Difference(value, low, high, p_value, test, *_counts(some, of_units)))
+    return results
+
+
+def _counts(
+    pairs: Sequence[tuple[Outcomes, Outcomes]], of_units: FloatArray
+) -> tuple[int | None, int | None, int, float | None]:
+    """The ``wins``, ``losses``, ``units`` and ``items`` of a mean difference over seeds, from each
+    unit's part of it [U, S]."""
+    first, wins, losses, items = pairs[0][0], None, None, None
     if first.truth is None:
-        better = first.rule.unit.sign * parts[0].mean(axis=1)
+        better = first.rule.unit.sign * of_units.mean(axis=1)
         wins, losses = int((better > 1e-12).sum()), int((better < -1e-12).sum())
     if first.rule.is_share:
         items = float(np.mean([np.sum(a.values) - np.sum(b.values) for a, b in pairs]))
-    p_value, test = float(spread.p_values(value)), f"{num_seeds} seeds crossed with items"
-    return Difference(value, value - half, value + half, p_value, test, wins, losses, units, items)
+    return wins, losses, int(first.resampling_group.max()) + 1, items
 
 
 Parts = tuple[FloatArray, FloatArray, IntArray]
@@ -139,18 +166,22 @@ def _pseudo_values(a: Outcomes, b: Outcomes) -> FloatArray:
     return whole - (number - 1) / number * left_out
 
 
-def _spread(parts: Parts, *, invented: bool) -> Spread:
-    """The variance of the sum over units of the mean over seeds. Units are drawn within strata.
-    With ``invented``, strata get the invented units of ``outcomes.bootstrap_strata``."""
+def _variances(
+    parts: Parts, pairs: Sequence[tuple[Outcomes, Outcomes]]
+) -> tuple[float, float, int]:
+    """The variances ``Spread.units`` and ``Spread.seeds`` of the sum over units of the mean over
+    seeds, and the degrees of freedom of the units. Units are drawn within strata. Where units have
+    values of their own, strata get the invented units of ``outcomes.bootstrap_strata``."""
     values, _, stratum = parts
     num_seeds, strata = values.shape[1], np.unique(stratum)
     units = rest = 0.0
-    if not invented:
+    if pairs[0][0].truth is not None:
         units = len(values) * float(values.mean(axis=1).var(ddof=min(1, len(values) - 1)))
-    for count, rows, counts in outcomes.bootstrap_strata(*parts) if invented else ():
-        means, chances = rows.mean(axis=1), counts / counts.sum()
-        spread = float(chances @ (means - chances @ means) ** 2)
-        units += count * spread * outcomes.variance_factor(count)
+    else:
+        for count, rows, counts in outcomes.bootstrap_strata(*parts):
+            means, chances = rows.mean(axis=1), counts / counts.sum()
+            spread = float(chances @ (means - chances @ means) ** 2)
+            units += count * spread * outcomes.variance_factor(count)
     for part in (values[stratum == name] for name in strata):
         left = part - part.mean(axis=1, keepdims=True) - part.mean(axis=0) + part.mean()
         rest += (
@@ -160,5 +191,4 @@ def _spread(parts: Parts, *, invented: bool) -> Spread:
             / num_seeds
         )
     seeds = float(values.sum(axis=0).var(ddof=1)) / num_seeds
-    degrees = max(len(values) - len(strata), 1)
-    return Spread(units, seeds, rest, degrees, num_seeds)
+    return units, seeds - rest, max(len(values) - len(strata), 1)

@@ -207,10 +207,16 @@ def layout_or_reason(tower: nn.Module, make: Callable[[Any], ImageLayout]) -> Im
 def choose_memory_format(tower: nn.Module) -> MemoryFormat:
     """Chooses channels-last for a tower of convolutions, whose kernels then copy less.
 
-    A transformer gains nothing: its only convolution cuts the patches.
+    A transformer gains nothing: its only convolution cuts the patches. And a CPU's oneDNN writes
+    outside its memory in the backward pass of a channels-last 1 x 1 convolution with a stride whose
+    input has less than a register of channels (oneDNN issue 6035): 8 with AVX2, 16 with AVX-512.
     """
-    convolutions = sum(isinstance(module, nn.Conv2d) for module in tower.modules())
-    return "channels_last" if convolutions > 1 else "contiguous"
+    convolutions = [module for module in tower.modules() if isinstance(module, nn.Conv2d)]
+    unsafe = any(
+        each.kernel_size == (1, 1) and each.stride != (1, 1) and each.in_channels < 16 * each.groups
+        for each in convolutions
+    )
+    return "channels_last" if len(convolutions) > 1 and not unsafe else "contiguous"
 
 
 def arrange(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:

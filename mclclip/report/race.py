@@ -116,20 +116,20 @@ def standings(
             rows.append(row)
         return rows
 
-    others: dict[Against, Entrant] = {"base": base, "control": control}
+    others: list[tuple[Against, Entrant]] = [("base", base), ("control", control)]
+    pairs = [(against, (remedy.name, other.name)) for against, other in others
+             for remedy in remedies if remedy.name != other.name]  # fmt: skip
     whole: dict[Against, list[Comparison]] = {"base": [], "control": []}
     parts: dict[Against, list[Part]] = {"base": [], "control": []}
     for (benchmark, name, model), (row, _) in cells[base.runs[0]].items():
         is_main = benchmark in benchmarks and row.protocol.get("level") == "headline"
         if model != base.encoder or not is_main:
             continue
-        for against, other in others.items():
-            for remedy in remedies:
-                if remedy.name != other.name:
-                    rows = rows_of(remedy, (benchmark, name)), rows_of(other, (benchmark, name))
-                    comparison, of_parts = _compare(remedy.name, other.name, *rows, read)
-                    whole[against].append(comparison)
-                    parts[against] += of_parts
+        rows = {e.name: rows_of(e, (benchmark, name)) for e in (base, *remedies)}
+        compared = _compare(rows, [names for _, names in pairs], read)
+        for (against, _), (comparison, of_parts) in zip(pairs, compared, strict=True):
+            whole[against].append(comparison)
+            parts[against] += of_parts
     count = len(whole["base"])
     corrected = compare.correct([*whole["base"], *whole["control"]])
     whole = {"base": corrected[:count], "control": corrected[count:]}
@@ -141,46 +141,50 @@ def standings(
 
 
 def _compare(
-    name: str,
-    other: str,
-    rows: Sequence[compare.Row],
-    against: Sequence[compare.Row],
+    rows: Mapping[str, Sequence[compare.Row]],
+    pairs: Sequence[tuple[str, str]],
     read: compare.Reader,
-) -> tuple[Comparison, list[Part]]:
-    """Compares two entrants in a metric, by their means over seeds, and in its parts; p-values are
-    not corrected yet.
+) -> list[tuple[Comparison, list[Part]]]:
+    """Compares pairs of entrants in a metric, by their means over seeds, and in its parts; p-values
+    are not corrected yet.
 
-    ``name`` and ``other`` are the entrants; ``rows`` and ``against`` their rows for every seed.
+    ``rows`` has the rows of each entrant for every seed, and ``pairs`` the names of each pair.
     """
-    pairs = [(read(*a), read(*b)) for a, b in zip(rows, against, strict=True)]
+    mean = {
+        name: replace(some[0][0], model=name, value=float(np.mean([row.value for row, _ in some])))
+        for name, some in rows.items()
+    }
     # A figure that is pooled over all items has no parts: those of the benchmark's average are
     # used.
-    with_parts = [(read.beside(*a), read.beside(*b)) for a, b in zip(rows, against, strict=True)]
-    means = [
-        replace(some[0][0], model=entrant, value=float(np.mean([row.value for row, _ in some])))
-        for entrant, some in ((name, rows), (other, against))
-    ]
-    scale, parts = means[0].unit.scale, []
+    with_parts = {name: [read.beside(*row) for row in some] for name, some in rows.items()}
+    strata = {
+        name: [each.of_each_stratum() if each.rule.is_share else {} for each in some]
+        for name, some in with_parts.items()
+    }
+    names = [*next(iter(strata.values()))[0]]
     try:
-        difference = seeds.difference(pairs)
-        split = [
-            (a.of_each_stratum(), b.of_each_stratum()) for a, b in with_parts if a.rule.is_share
-        ]
-        names = [*split[0][0]] if split else []
-        for part_name in names if 1 < len(names) <= MOST_PARTS else ():
-            part = [(a[part_name], b[part_name]) for a, b in split]
-            sides = []
-            for mean, some in zip(means, zip(*part, strict=True), strict=True):
-                value = scale * float(np.mean([side.value() for side in some]))
-                sides.append(replace(mean, value=value, count=len(some[0])))
-            of_part = seeds.difference(part)
-            parts.append((part_name, Comparison(sides[0], sides[1], of_part, of_part.p_value)))
+        whole = seeds.differences(
+            {n: [read(*row) for row in some] for n, some in rows.items()}, pairs
+        )
+        compared = [(Comparison(mean[a], mean[b], d, d.p_value), list[Part]())
+                    for (a, b), d in zip(pairs, whole, strict=True)]  # fmt: skip
+        for part in names if 1 < len(names) <= MOST_PARTS else ():
+            of_part = {name: [each[part] for each in some] for name, some in strata.items()}
+            means = {
+                name: replace(
+                    mean[name],
+                    value=mean[name].unit.scale * float(np.mean([each.value() for each in some])),
+                    count=len(some[0]),
+                )
+                for name, some in of_part.items()
+            }
+            differences = seeds.differences(of_part, pairs)
+            for (a, b), (_, parts), d in zip(pairs, compared, differences, strict=True):
+                parts.append((part, Comparison(means[a], means[b], d, d.p_value)))
     except outcomes.NotTheSame as error:
-        raise ValueError(
-            f"{name} and {other} were not measured on the same items of {means[0].benchmark}: "
-            f"{error}; run the race with --force"
-        ) from None
-    return Comparison(means[0], means[1], difference, difference.p_value), parts
+        benchmark = next(iter(mean.values())).benchmark
+        raise ValueError(f"{benchmark}: {error}; run the race with --force") from None
+    return compared
 
 
 # --- in words and tables -------------------------------------------------------------------------
@@ -225,17 +229,12 @@ def _trust(race: Standings) -> str:
             "Each remedy was trained with one seed: tests and intervals know the items of the "
             "benchmarks alone, and another seed may differ. Give --seeds with several."
         )
-    few = (
-        " Two seeds say little of how far seeds differ, which is taken to be five times as far as "
-        "it looks: only large differences can be shown."
-        if race.num_seeds == 2
-        else ""
-    )
     return (
         f"Differences are paired within each of {race.num_seeds} seeds and are means over them. "
-        "Intervals and p-values know how items differ and how seeds differ. The "
+        "Intervals and p-values know how items differ and how seeds differ, the latter at least as "
+        "far as on average over all comparisons of a metric. The "
         f"{number} p-values are corrected by Holm's method; intervals are of each difference "
-        f"alone, so that one may exclude 0 without a verdict.{few}"
+        f"alone, so that one may exclude 0 without a verdict."
     )
 
 

@@ -38,21 +38,22 @@ def answered(rng: np.random.Generator, values: Array) -> Array:
     return np.asarray((hard + values > 0) * 1.0)
 
 
-def spread_of(differences: Array, *, invented: bool) -> Spread:
-    """The parts of the variance of differences [races, items, seeds]; ``invented``: with the units
-    that are invented for shares."""
-    _, items, seeds = differences.shape
+def spread_of(differences: Array, methods: int, *, invented: bool) -> Spread:
+    """The parts of the variance of differences [..., comparisons, items, seeds] of ``methods``
+    methods; ``invented``: with the units that are invented for shares."""
+    *_, items, seeds = differences.shape
     parts, extra = differences / items, 2 if invented else 0
-    means = parts.mean(axis=2, keepdims=True)
-    square = ((means**2).sum(axis=(1, 2)) + (extra / 2) / items**2) / (items + extra)
-    middle = means.sum(axis=(1, 2)) / (items + extra)
-    left = parts - means - parts.mean(axis=1, keepdims=True) + means.mean(axis=1, keepdims=True)
+    means = parts.mean(axis=-1, keepdims=True)
+    square = ((means**2).sum(axis=(-2, -1)) + (extra / 2) / items**2) / (items + extra)
+    middle = means.sum(axis=(-2, -1)) / (items + extra)
+    left = parts - means - parts.mean(axis=-2, keepdims=True) + means.mean(axis=-2, keepdims=True)
     widened = items / (items - 1)
+    rest = widened * (left**2).sum(axis=(-2, -1)) / (seeds - 1) / seeds
     return Spread(
         units=items * (square - middle**2) * widened,
-        seeds=parts.sum(axis=1).var(axis=1, ddof=1) / seeds,
-        rest=widened * (left**2).sum(axis=(1, 2)) / (seeds - 1) / seeds,
+        seeds=parts.sum(axis=-2).var(axis=-1, ddof=1) / seeds - rest,
         unit_degrees=items - 1,
+        num_methods=methods,
         num_seeds=seeds,
     )
 
@@ -67,16 +68,13 @@ def simulate(kind: str, items: int, seeds: int, spread: float, races: int) -> di
     for start in range(0, races, chunk):
         values = draw(rng, (min(chunk, races - start), items, seeds), spreads)
         values = answered(rng, values) if kind == "answers" else values
-        for number in range(1, len(spreads)):
-            differences = values[:, number] - values[:, 0]
-            settled = spread_of(differences, invented=kind == "answers")
-            half, means = settled.half_width(0.05), differences.mean(axis=(1, 2))
-            alarms = np.abs(means) > half
-            if number < METHODS:
-                counts["alarms"] += alarms.tolist()
-                counts["found"] += (means + GAIN > half).tolist()
-            else:
-                counts["wide"] += alarms.tolist()
+        differences = values[:, 1:] - values[:, :1]
+        settled = spread_of(differences, len(spreads), invented=kind == "answers")
+        half, means = settled.half_width(0.05), differences.mean(axis=(2, 3))
+        alarms = np.abs(means) > half
+        counts["alarms"] += alarms[:, :-1].ravel().tolist()
+        counts["found"] += (means + GAIN > half)[:, :-1].ravel().tolist()
+        counts["wide"] += alarms[:, -1].tolist()
     if kind == "answers":
         del counts["found"]
     return {name: 100 * float(np.mean(each)) for name, each in counts.items()}

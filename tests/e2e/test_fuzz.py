@@ -35,7 +35,7 @@ def ended_well(finished: Finished, what: str) -> bool:
 @in_soak
 def test_a_training_on_damaged_artifacts(shell: Shell, tmp_path: Path) -> None:
     """From the embeddings to the weights: the weights are those of the intact run, or there are
-    none."""
+    none. A file of the same size is not compared, unless doctor is asked to."""
     prepared = damage.prepare(tmp_path / "prepared")
     data, run_dir = tmp_path / "prepared/data", tmp_path / "run"
     path = tmp_path / "config.yaml"
@@ -63,8 +63,12 @@ def test_a_training_on_damaged_artifacts(shell: Shell, tmp_path: Path) -> None:
         files = sorted(p for p in run_dir.rglob("*") if p.is_file() and "train" not in p.parts)
         victim = rng.choice(files)
         what = f"trial {number}, {victim.relative_to(run_dir)}"
+        size = victim.stat().st_size
         victim.write_bytes(fuzzing.damaged_bytes(victim.read_bytes(), rng))
-        assert trained(what) in (None, wanted), what
+        if trained(what) not in (None, wanted):
+            assert victim.stat().st_size == size, what
+            finished = shell("doctor", run_dir)
+            assert finished.code and victim.name in finished.stdout + finished.stderr, what
 
 
 @in_soak
@@ -79,7 +83,8 @@ def test_strange_configurations(shell: Shell, tmp_path: Path) -> None:
     shell.ok(*export, f"run_dir={start}", f"model.name={model}")
     for number in range(TRIALS):
         run_dir = tmp_path / "runs" / f"{number}"
-        model.write_text(json.dumps(fuzzing.damaged_json(tiny.MODEL, rng)))
+        strange = json.dumps(fuzzing.damaged_json(tiny.MODEL, rng))
+        model.write_text(strange.replace("20000", "200"))  # a model of 20 GB may be a model
         directory = shutil.copytree(start / "stage_0/export", tmp_path / "models" / f"{number}")
         if number % 2:
             (directory / "manifest.json").unlink()

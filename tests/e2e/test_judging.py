@@ -45,7 +45,7 @@ class KillAround:
         owners: dict[str, tuple[Any, str]] = {
             "before": (export, "write_step"),
             "during": (evaluation.SuiteJudge, "measure"),
-            "after": (Recorder, "evaluated"),
+            "after": (Recorder, "write_evaluation"),
         }
         kill = Send(signal.SIGKILL)
         at_call(*owners[self.when], self.count, kill, before=self.when == "before")

@@ -56,20 +56,25 @@ def slow_parts(pairs: Pairs) -> tuple[float, float, float]:
     )
 
 
+def difference(pairs: Pairs) -> outcomes.Difference:
+    """Two methods alone."""
+    methods = {"own": [own for own, _ in pairs], "other": [other for _, other in pairs]}
+    (found,) = seeds.differences(methods, [("own", "other")])
+    return found
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_items_and_seeds_have_a_quantile_each(count: int) -> None:
     pairs = drawn_pairs(np.random.default_rng(10 + count), count)
     of_items, of_seeds, rest = slow_parts(pairs)
     mean = float(np.mean([np.mean(a.values - b.values) for a, b in pairs]))
-    found = seeds.difference(pairs)
+    found = difference(pairs)
     assert found.value == pytest.approx(mean, abs=1e-6) and mean != 0
 
     def half(alpha: float) -> float:
-        if count == 2:
-            largest = max(of_seeds / stats.chi2.ppf(0.15, 1) - rest, 0)
-            return float(stats.norm.isf(alpha / 2) * np.sqrt(of_items + largest))
         parts = stats.t.isf(alpha / 2, 39) ** 2 * of_items
-        parts += stats.t.isf(alpha / 2, count - 1) ** 2 * max(of_seeds - rest, 0)
+        larger = (count - 1) / stats.chi2.ppf(0.3, count - 1)
+        parts += stats.t.isf(alpha / 2, count - 1) ** 2 * max(of_seeds - rest, 0) * larger
         return float(np.sqrt(parts))
 
     expected = (mean - half(0.05), mean + half(0.05))
@@ -85,12 +90,12 @@ def test_a_perfect_ranking_against_a_collapsed_one_is_a_sign_test(count: int) ->
     truth = np.arange(30) < 10
     perfect = of_values(truth * 1.0, truth=truth, statistic="roc_auc")
     collapsed = of_values(np.zeros(30), truth=truth, statistic="roc_auc")
-    found = seeds.difference([(perfect, collapsed)] * count)
+    found = difference([(perfect, collapsed)] * count)
     assert found.value == 1.0 and 0 < found.low < found.high == 1.0
     assert found.p_value == pytest.approx(2 * 0.5**10)  # by the ten positives, which are fewer
-    other = seeds.difference([(collapsed, perfect)] * count)
+    other = difference([(collapsed, perfect)] * count)
     assert (other.value, other.low, other.p_value) == (-1.0, -1.0, found.p_value)
-    assert seeds.difference([(perfect, perfect)] * 2).p_value == 1.0
+    assert difference([(perfect, perfect)] * 2).p_value == 1.0
 
 
 @pytest.mark.parametrize("kind", ["numbers", "answers"])
@@ -100,14 +105,14 @@ def test_equal_methods_raise_few_false_alarms(kind: str, count: int) -> None:
     races = 2_000 if SOAK else 600
     for spread in (0.0, 0.15):
         shares = bench_seeds.simulate(kind, 135, count, spread, races)
-        assert shares["alarms"] <= 7 and shares["wide"] <= (7 if SOAK else 9), (spread, shares)
+        assert shares["alarms"] <= 6 and shares["wide"] <= (9 if SOAK else 11), (spread, shares)
         if kind == "numbers" and not spread:
-            assert shares["found"] >= {2: 8, 3: 25, 5: 33}[count], shares
+            assert shares["found"] >= {2: 20, 3: 28, 5: 33}[count], shares
 
 
 def test_one_seed_is_the_test_of_compare() -> None:
     pairs = drawn_pairs(np.random.default_rng(0), 1)
-    assert seeds.difference(pairs) == outcomes.difference(*pairs[0])
+    assert difference(pairs) == outcomes.difference(*pairs[0])
 
 
 @pytest.mark.parametrize("count", [3, 5])
@@ -120,14 +125,14 @@ def test_what_a_seed_changes_for_both_does_not_count(count: int) -> None:
         own, other = a.values.copy(), b.values.copy()
         own[equal] = other[equal] = 1.0
         lucky.append((of_values(own), of_values(other)))
-    plain, moved = seeds.difference(pairs), seeds.difference(lucky)
+    plain, moved = difference(pairs), difference(lucky)
     assert (moved.value, moved.p_value) == pytest.approx((plain.value, plain.p_value), abs=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_no_difference_at_all_is_no_verdict(count: int) -> None:
     same = [(of_values([1.0, 0.0, 1.0]), of_values([1.0, 0.0, 1.0]))] * count
-    found = seeds.difference(same)
+    found = difference(same)
     assert (found.value, found.p_value, found.wins, found.losses) == (0.0, 1.0, 0, 0)
     assert found.low < 0 < found.high
 
@@ -138,14 +143,14 @@ def test_a_large_difference_is_found_with_five_seeds() -> None:
         (of_values((rng.random(200) < 0.7) * 1.0), of_values((rng.random(200) < 0.4) * 1.0))
         for _ in range(5)
     ]
-    found = seeds.difference(pairs)
+    found = difference(pairs)
     assert found.p_value < 5e-3 and 0.15 < found.low < found.value < found.high < 0.42
 
 
 def test_strata_count_equally() -> None:
     strata = ["a"] * 30 + ["b"] * 10
     pairs = drawn_pairs(np.random.default_rng(3), 3, strata=strata)
-    found = seeds.difference(pairs)
+    found = difference(pairs)
     means = [
         np.mean([np.mean((a.values - b.values)[rows]) for rows in (slice(30), slice(30, None))])
         for a, b in pairs
@@ -162,7 +167,7 @@ def test_losses_are_won_where_they_are_smaller(count: int) -> None:
         own, other = loss - 0.01 + rng.normal(0, 0.002, 50), loss
         pairs.append((of_values(own, statistic="mean_loss"),
                       of_values(other, statistic="mean_loss")))  # fmt: skip
-    found = seeds.difference(pairs)
+    found = difference(pairs)
     assert found.value == pytest.approx(-0.01, abs=0.001)
     assert (found.wins, found.losses, found.items) == (50, 0, None)
     assert found.high < 0, "an interval in nats is not widened by invented items of a whole nat"
@@ -176,7 +181,7 @@ def test_rankings_have_an_interval(count: int) -> None:
               for good in (2.0, 0.5))
         for _ in range(count)
     ]  # fmt: skip
-    found = seeds.difference(pairs)  # type: ignore[arg-type]
+    found = difference(pairs)  # type: ignore[arg-type]
     assert (found.wins, found.losses, found.items) == (None, None, None)
     mean = np.mean([a.value() - b.value() for a, b in pairs])
     assert found.value == pytest.approx(mean) and found.low < found.value < found.high
@@ -186,13 +191,13 @@ def test_other_items_in_another_seed_are_refused() -> None:
     first = (of_values([1.0, 0.0]), of_values([0.0, 0.0]))
     other = (Outcomes(["x", "y"], np.ones(2)), Outcomes(["x", "y"], np.ones(2)))
     with pytest.raises(NotTheSame, match="items differ, such as '0' and 'x'"):
-        seeds.difference([first, other])
+        difference([first, other])
 
 
 # --- simulated races -----------------------------------------------------------------------------
 
-REMEDIES, BENCHMARKS = 4, 2
-SPREADS = {0.02: 400, 0.1: 100, 0.3: 40}  # of seeds, in units of items' difficulty -> items
+BENCHMARKS = 2
+SPREADS = {0.02: 400, 0.1: 974, 0.3: 40}  # of seeds, in units of items' difficulty -> items
 
 
 def encoder(rng: np.random.Generator, hard: np.ndarray, spread: float, count: int) -> np.ndarray:
@@ -204,25 +209,32 @@ def encoder(rng: np.random.Generator, hard: np.ndarray, spread: float, count: in
     return (moved > 0).astype(float)
 
 
-def shows_a_verdict(rng: np.random.Generator, count: int, spread: float, items: int) -> bool:
+def shows_a_verdict(
+    rng: np.random.Generator, count: int, spread: float, items: int, remedies: int
+) -> bool:
     """Whether a race of equal remedies, a control and a base finds any difference."""
     p_values = []
+    names = [str(number) for number in range(remedies + 2)]  # base, control, remedies
+    compared = [(own, other) for other in names[:2] for own in names[1:] if own != other]
     for _ in range(BENCHMARKS):
         hard = rng.normal(0.5, 1.0, items)
-        racing = [encoder(rng, hard, spread, count) for _ in range(REMEDIES + 2)]
-        control, base = racing[0], racing[1]
-        against = [(own, base) for own in (control, *racing[2:])]
-        for own, other in [*against, *((own, control) for own in racing[2:])]:
-            pairs = [(of_values(own[:, s]), of_values(other[:, s])) for s in range(count)]
-            p_values.append(seeds.difference(pairs).p_value)
+        rights = [encoder(rng, hard, spread, count) for _ in names]
+        racing = {
+            name: [of_values(column) for column in own.T]
+            for name, own in zip(names, rights, strict=True)
+        }
+        p_values += [found.p_value for found in seeds.differences(racing, compared)]
     return min(outcomes.holm(p_values)) < 0.05
 
 
 @fuller_in_soak
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("spread", kept([0.02, 0.1, 0.3], 1))
-def test_races_of_equal_remedies_show_no_verdict(count: int, spread: float) -> None:
+@pytest.mark.parametrize("remedies", kept([4, 1], 0))
+def test_races_of_equal_remedies_show_no_verdict(remedies: int, count: int, spread: float) -> None:
     rng, races = np.random.default_rng([count, round(100 * spread)]), 500 if SOAK else 20
-    shown = sum(shows_a_verdict(rng, count, spread, SPREADS[spread]) for _ in range(races))
-    print(f"{count} seeds, spread {spread}: {shown} of {races} races show a verdict")
+    shown = sum(
+        shows_a_verdict(rng, count, spread, SPREADS[spread], remedies) for _ in range(races)
+    )
+    print(f"{remedies} remedies, {count} seeds, spread {spread}: {shown} of {races} show a verdict")
     assert shown <= (0.07 if SOAK else 0.14) * races

@@ -67,6 +67,15 @@ def test_a_transformer_stays_as_it_was(vit: Model, images: Tensor) -> None:
     assert vit.memory_format == choose_memory_format(vit.visual) == "contiguous"
 
 
+@pytest.mark.parametrize(("width", "found"), [(8, "contiguous"), (16, "channels_last")])
+def test_few_channels_and_a_stride_stay_as_they_were(width: int, found: str) -> None:
+    options = {"channels": [width] * 4, "layers": [1] * 4}
+    config = {"backbone": "timm:resnet18", "image_size": 32, "options": options}
+    model, images = load_towers({"vision_cfg": config}), torch.randn(2, 3, 32, 32)
+    assert model.memory_format == found
+    assert any(formats(model, images)) == (found == "channels_last")
+
+
 @every_tower
 def test_a_trunk_and_a_tail_have_it_too(name: str) -> None:
     model, images = load_towers(TOWERS[name], seed=1), torch.randn(2, 3, 32, 32)
@@ -109,7 +118,7 @@ def test_both_formats_train_alike_in_float64(name: str) -> None:
 
 @every_tower
 def test_both_formats_agree_in_fp32(name: str) -> None:
-    """The loss to 1e-5, and the gradient to 1e-5 of its length. (Over steps, AdamW makes steps of
+    """The loss to 1e-5, and the gradient to 3e-5 of its length. (Over steps, AdamW makes steps of
     full size of gradients that are zero but for rounding, as before a batch norm.)"""
     plain, other = (steps_of(name, each, torch.float32, 1) for each in get_args(MemoryFormat))
     torch.testing.assert_close(other[0], plain[0], rtol=1e-5, atol=0)
@@ -120,7 +129,7 @@ def test_both_formats_agree_in_fp32(name: str) -> None:
             assert parameter.grad is None or parameter.grad.is_contiguous()
         found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         gradients.append(torch.cat(found))
-    assert (gradients[1] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+    assert (gradients[1] - gradients[0]).norm() <= 3e-5 * gradients[0].norm()
 
 
 @every_tower
