@@ -126,7 +126,10 @@ def damaged_if_unreadable(path: Path, again: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError,
+        NotImplementedError,  # as pyarrow says of types that it does not know
+    ) as error:  # fmt: skip
         what = f"{type(error).__name__}: {message_of(error, 300)}"
         raise RuntimeError(f"{path} is damaged ({what}): {again}") from error
 

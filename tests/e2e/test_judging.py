@@ -143,7 +143,8 @@ def test_two_ranks_killed_at_every_save(shell: Shell, indexed: Path, tmp_path: P
     shell.ok(*whole, ranks=2)
     cut = command(indexed, tmp_path / "cut", *options)
     for _ in range(6):
-        assert shell(*cut, ranks=2, inside=KillAfter("save", 1)).code == -9
+        # A rank that has not come so far may end because the other is gone.
+        assert -9 in shell(*cut, ranks=2, inside=KillAfter("save", 1)).codes
     shell.ok(*cut, ranks=2)
     assert_same_training(tmp_path / "whole", tmp_path / "cut")
 

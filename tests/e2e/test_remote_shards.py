@@ -140,7 +140,8 @@ def test_a_store_that_fails_for_good_is_one_line_on_all_ranks(
     line = shell.refused("train", "--stage", "0", "--config", options, ranks=2)
     wanted = {
         "dead": "could not be read (HTTP status 503",
-        "changed": f"{shards[1].name} has changed since it was indexed",
+        "changed": "it was indexed",
         "gone": f"{shards[1].name} is not there",
     }
     assert "http://127.0.0.1" in line and wanted[fault] in line
+    assert fault == "dead" or shards[1].name in line

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from torch import Tensor
 
@@ -515,3 +516,9 @@ def test_pixels_are_compared_where_the_index_has_their_checksums(own_shards: Con
     plain = damage.options(Path(options.run_dir), _data_of(options), "data.max_bad_fraction=0.5")
     embed.run(plain, SINGLE, stage=0, text=False)
     assert [entry["reason"] for entry in samples.bad_samples().values()] == ["changed"]
+
+
+def test_a_type_that_arrow_does_not_know_is_damage(tmp_path: Path) -> None:
+    again = pytest.raises(RuntimeError, match="samples.arrow is damaged .*: index again")
+    with again, files.damaged_if_unreadable(tmp_path / "samples.arrow", "index again"):
+        raise pa.ArrowNotImplementedError("Integers with less than 8 bits not implemented")
