@@ -19,7 +19,12 @@ from mclclip.plan.machine import GIB, Machine
 from tests import tiny
 from tests.matrix import kept
 
-BASES = ("ViT-B-32-quickgelu@openai", "ViT-L-14@openai", "ViT-B-16-SigLIP@webli", "RN50@openai")
+BASES = (
+    "ViT-B-32-quickgelu@openai",
+    "ViT-L-14-quickgelu@openai",
+    "ViT-B-16-SigLIP@webli",
+    "RN50-quickgelu@openai",
+)
 
 
 def situation(base: str = BASES[0], samples: int = 10_000, **others: Any) -> Situation:

@@ -59,7 +59,7 @@ def test_a_head_takes_what_a_gpu_has_held(classes: int, batch: int, gib: float) 
     untouched = classes * 0.9 * (1 - 1 / classes) ** (8 * batch)
     gradient = 4 * 512 * (classes - untouched)
     features = 4 * 512 * batch
-    assert (parts["loss"] - gradient - features) / GIB == pytest.approx(gib, rel=0.15)
+    assert (parts["loss"] - gradient - features) / GIB == pytest.approx(gib, rel=0.15, abs=0.02)
     assert parts["objective"] == classes * (3 * 4 * 512 + 4)  # rows, moments and counts
 
 
