@@ -113,6 +113,9 @@ def damaged_json(tree: Any, rng: random.Random) -> Any:
             container[key] = container[key] * rng.choice((-1, 2, 10, 1_000_000))
         else:
             container[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+        if key == "layers" and key in container and isinstance(container[key], int):
+            # More are built one by one until the memory is full, which is not promised to be seen.
+            container[key] = min(container[key], 1_000)
     return tree
 
 

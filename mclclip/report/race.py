@@ -234,7 +234,7 @@ def _trust(race: Standings) -> str:
         "Intervals and p-values know how items differ and how seeds differ, the latter at least as "
         "far as on average over all comparisons of a metric. The "
         f"{number} p-values are corrected by Holm's method; intervals are of each difference "
-        f"alone, so that one may exclude 0 without a verdict."
+        "alone, so that one may exclude 0 without a verdict."
     )
 
 
