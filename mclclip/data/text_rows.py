@@ -420,6 +420,3 @@ class TextRows:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_tables"}
-
-    def __deepcopy__(self, memo: Any) -> TextRows:
-        return self  # it has no state that changes

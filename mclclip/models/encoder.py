@@ -410,8 +410,7 @@ def _build_stages(
     parameters = dict(first.exported.named_parameters())
     shared = (name.removeprefix("shared.") for name in names if name.startswith("shared."))
     reused = [parameters[name] for name in shared if name in parameters]
-    reused += [first.tokenizer, first.preprocess_train, first.preprocess_val]
-    # The memo of deepcopy makes the copies share these objects.
+    # The memo of deepcopy makes the copies share these parameters.
     others = [copy.deepcopy(first, {id(item): item for item in reused}) for _ in range(number - 1)]
     return [first, *others]
 

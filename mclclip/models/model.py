@@ -130,6 +130,15 @@ class Model(nn.Module):
         )
         return mean, deviation
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with parameters of its own. It shares the tokenizer and the transforms, which have
+        no state that changes: a tokenizer's tables take half a second to copy."""
+        shared = (self.tokenizer, self.preprocess_train, self.preprocess_val)
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo |= {id(part): part for part in shared}
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
     # --- layouts -----------------------------------------------------------------------------
 
     @property
@@ -401,7 +410,7 @@ class Model(nn.Module):
                 f"{self.num_blocks} blocks of the image tower are locked and see whole pictures: "
                 "set lock.image_blocks=all, or leave patch_dropout out"
             )
-        self.visual.patch_dropout = PatchDropout(share).train(self.visual.training)
+        self.visual.patch_dropout = towers.PatchDropout(share).train(self.visual.training)
 
     def set_grad_checkpointing(self, enabled: bool = True) -> None:
         """Recomputes the blocks of all towers in the backward pass instead of keeping activations.
@@ -451,32 +460,6 @@ class Model(nn.Module):
             self.tokenizer.save_pretrained(str(directory))
         base = {"base_digest": base_digest or weights.digest_tensors(tensors)}
         weights.write_model(directory, self.config | base, tensors)
-
-
-class PatchDropout(nn.Module):
-    """In training, tokens [b, 1 + n, D] -> [b, 1 + k, D] with k = max(1, int(n (1 - share))).
-
-    Source: Li et al., "Scaling Language-Image Pre-training via Masking" (FLIP, 2022), section 3.
-    The first token, the class token, always stays. Patches that stay keep their positions. They are
-    drawn for each picture from the global generator of the device, which every training step seeds
-    and gradient caching replays. On a CPU the draws are those of open_clip's PatchDropout; that
-    keeps its indices in main memory, for which a GPU would wait at every step.
-    """
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens with their positions added -> those that stay, in the order of the draws."""
-        if not self.training:
-            return tokens
-        first, patches = tokens[:, :1], tokens[:, 1:]
-        batch, num = patches.shape[:2]
-        keys = torch.randn(batch, num, device=tokens.device)
-        drawn = keys.topk(max(1, int(num * (1 - self.share))), dim=1).indices
-        rows = torch.arange(batch, device=tokens.device)[:, None]
-        return torch.cat([first, patches[rows, drawn]], dim=1)
 
 
 def _refuse_texts(texts: object) -> Tensor:

@@ -48,9 +48,6 @@ class LazyTokenizer:
             return  # whoever uses the export fetches the tokenizer by its name
         tokenizer.save_pretrained(directory)
 
-    def __deepcopy__(self, memo: Any) -> LazyTokenizer:
-        return self  # a tokenizer has no state that changes
-
     def __getstate__(self) -> dict[str, Any]:
         tokenizer = self.fetch()
         return {"_tokenizer": tokenizer, "_make": None, "context_length": self.context_length}

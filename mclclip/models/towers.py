@@ -463,3 +463,29 @@ def stretch(clip: Any) -> None:
         module.context_length = length
     if hasattr(tower, "num_pos"):
         tower.num_pos = length
+
+
+class PatchDropout(nn.Module):
+    """In training, tokens [b, 1 + n, D] -> [b, 1 + k, D] with k = max(1, int(n (1 - share))).
+
+    Source: Li et al., "Scaling Language-Image Pre-training via Masking" (FLIP, 2022), section 3.
+    The first token, the class token, always stays. Patches that stay keep their positions. They are
+    drawn for each picture from the global generator of the device, which every training step seeds
+    and gradient caching replays. On a CPU the draws are those of open_clip's PatchDropout; that
+    keeps its indices in main memory, for which a GPU would wait at every step.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens with their positions added -> those that stay, in the order of the draws."""
+        if not self.training:
+            return tokens
+        first, patches = tokens[:, :1], tokens[:, 1:]
+        batch, num = patches.shape[:2]
+        keys = torch.randn(batch, num, device=tokens.device)
+        drawn = keys.topk(max(1, int(num * (1 - self.share))), dim=1).indices
+        rows = torch.arange(batch, device=tokens.device)[:, None]
+        return torch.cat([first, patches[rows, drawn]], dim=1)

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from mclclip.engines.engine import Engine
-from mclclip.models.model import PatchDropout
+from mclclip.models.towers import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.run.recorder import Recorder
 

@@ -18,7 +18,7 @@ from mclclip.config import Config
 from mclclip.data import patterns
 from mclclip.data.datasets.sources import jpeg
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.models.model import PatchDropout
+from mclclip.models.towers import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import seed_everything
 from mclclip.verbs import index, train
@@ -83,7 +83,8 @@ def test_dropped_patches_are_those_of_the_step(
     check_repeated(ranks, world_size, tree)
 
 
-@pytest.mark.parametrize("model", [tiny.MODEL, tiny.RESNET], ids=["transformer", "resnet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", kept([tiny.MODEL, tiny.RESNET], 0))
 def test_image_sizes_are_those_of_the_step_on_any_ranks(
     ranks: Ranks, data: Path, tmp_path: Path, model: Any
 ) -> None:
@@ -133,6 +134,7 @@ def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
+@pytest.mark.slow
 def test_sentences_are_those_of_the_step_on_any_ranks(
     ranks: Ranks, paragraphs: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,9 +61,8 @@ def other_pixels(encoder: Any) -> None:
 def test_what_differs_is_found_where_it_is_and_nowhere_else(
     change: Callable[[Any], None], differing: set[str]
 ) -> None:
+    own, other = (Encoder([load_towers(CONFIGS / "tiny_vit.json", seed=0)]) for _ in range(2))
     torch.manual_seed(0)
-    own = Encoder([load_towers(CONFIGS / "tiny_vit.json")])
-    other = copy.deepcopy(own)
     change(other)
     found = certificate.compare(own, other, "x", PROBES)
     names = {"image_features", "text_features", "logits", "pixels", "tokens"}

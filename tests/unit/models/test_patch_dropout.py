@@ -12,8 +12,9 @@ from open_clip.transformer import PatchDropout as Reference
 from torch import Tensor
 
 from mclclip.models.loading import load_towers
-from mclclip.models.model import Model, PatchDropout
+from mclclip.models.model import Model
 from mclclip.models.preparing import prepare_model
+from mclclip.models.towers import PatchDropout
 from mclclip.objectives.moco import MomentumCopy
 from tests import tiny
 from tests.device_waits import DEVICE, following

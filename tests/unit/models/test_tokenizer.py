@@ -17,7 +17,9 @@ import mclclip.util.torchvision_fix  # noqa: F401
 import open_clip
 
 from mclclip.models import tokenizer as tokenizers
+from mclclip.models.loading import load_towers
 from mclclip.models.tokenizer import WordEncoder
+from tests import tiny
 
 TEXTS = [
     "a photo of two dogs",
@@ -80,6 +82,15 @@ def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.Monkey
     kept = with_words_kept()
     assert torch.equal(kept(TEXTS), open_clip.SimpleTokenizer()(TEXTS))
     assert 0 < len(kept.encode.words) <= 5
+
+
+def test_copies_of_a_model_share_it() -> None:
+    model = load_towers(tiny.ONE_BLOCK)
+    both = copy.deepcopy([model, model])
+    assert both[0] is both[1] is not model and both[0].tokenizer is model.tokenizer
+    assert both[0].preprocess_val is model.preprocess_val
+    for one, other in zip(both[0].parameters(), model.parameters(), strict=True):
+        assert one is not other and torch.equal(one, other)
 
 
 def test_it_travels_with_its_words() -> None:
