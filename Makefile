@@ -33,9 +33,11 @@ TORCH ?=
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
-# Three test processes of one thread each, since some wait; those of several ranks come first.
+# Test processes have one thread each; those of several ranks come first.
 # DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Where this is set, each of the many processes that tests start compiles all of mclclip.
+unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(basename $(notdir $(wildcard tests/benchmarks/bench_*.py)))
 
 help:
@@ -89,7 +91,7 @@ bench: $(INSTALLED) $(PEERS_INSTALLED)
 	$(BIN)/python -m tests.benchmarks.ratios .bench/tables.jsonl
 
 slow: $(INSTALLED)
-	$(PYTEST) -m slow --durations 0 $(TEST)
+	$(PYTEST) -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(TEST)
 
 soak: $(INSTALLED)
 	MCLCLIP_SOAK=1 $(PYTEST) -m slow --durations 0 $(TEST)

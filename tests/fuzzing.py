@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,19 @@ def ends_well(trial: Callable[[], T], what: str) -> T | None:
     cpu_s = time.process_time() - cpu_started
     assert cpu_s < LIMIT_CPU_S and time.monotonic() - started < LIMIT_S, f"{what}: {cpu_s:.0f} s"
     return found
+
+
+@contextmanager
+def limited_memory(num_bytes: int = 4 * 2**30) -> Iterator[None]:
+    """Lets this process take so many bytes more for the time of a block: what a stranger's numbers
+    ask for is refused, and does not fill the machine."""
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # --- bytes -------------------------------------------------------------------------------------

@@ -500,8 +500,8 @@ def cells(
 
 
 RANKS: list[tuple[int, str, dict[str, Any]]] = [
-    (3, "fsdp", {"clip_grad_norm": 0.02}),
     (2, "ddp", {"clip_grad_norm": 0.02}),
+    (3, "fsdp", {"clip_grad_norm": 0.02}),
     (4, "fsdp", {"shard_ranks": 2}),
     (2, "ddp", {"micro_batch": 4, "clip_grad_norm": 0.02}),
     (2, "fsdp", {"micro_batch": 4, "ema_decay": 0.9}),
@@ -510,7 +510,11 @@ RANKS: list[tuple[int, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("name", "world_size", "engine", "options"),
-    [*cells(RANKS, others=RANKS[1]), ("info_nce", *RANKS[2])],
+    [
+        *cells(RANKS, others=RANKS[0]),
+        ("info_nce", *RANKS[2]),
+        *((name, *RANKS[1]) for name in ("moco", "mlcd")),
+    ],
     ids=str,
 )
 def test_ranks_equal_one_process(

@@ -128,6 +128,7 @@ def left(
     return leave
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "world_size", "resumed"),
     kept(

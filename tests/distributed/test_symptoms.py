@@ -28,6 +28,7 @@ def one(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 
 # Gradients are cached under ddp.
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", kept(["name=ddp", "name=fsdp", "micro_batch=5"], 2))
 def test_two_ranks_warn_as_one(
     ranks: Ranks, tmp_path: Path, data: Path, one: Path, engine: str

@@ -31,6 +31,7 @@ from tests.matrix import SOAK, kept
 
 STEPS, CUT_AFTER = 8, 3
 LIMIT_S = 6.0  # peer_timeout_s
+OPENING_S = 1.5 * LIMIT_S
 BUSY_S = 60.0  # on a busy machine: torchrun looks every while, and asks before it kills
 OPTIONS = (
     f"base.steps={STEPS}",
@@ -63,6 +64,7 @@ def start(indexed: tuple[Path, Path], run_dir: Path, *options: str) -> Started:
     return run
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(indexed: Any, tmp_path: Path) -> None:
     run = start(indexed, tmp_path / "run", "base.steps=100000")
     try:
@@ -73,7 +75,7 @@ def test_a_killed_launcher_leaves_no_process(indexed: Any, tmp_path: Path) -> No
         run.end()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+@pytest.mark.parametrize("number", kept([signal.SIGKILL, signal.SIGSTOP], 1))
 @pytest.mark.parametrize("rank", kept([1, 0], 0))
 def test_a_lost_rank_ends_the_others(
     shell: Shell, indexed: Any, tmp_path: Path, number: int, rank: int
@@ -111,7 +113,7 @@ def test_a_lost_rank_ends_the_others(
 
 @dataclass(frozen=True)
 class Slow:
-    """The first rank's part of opening a training takes three times the limit."""
+    """The first rank's part of opening a training takes longer than the limit."""
 
     def __call__(self) -> None:
         from mclclip.ranks import collectives
@@ -120,18 +122,19 @@ class Slow:
 
         def slowly(work: Callable[[], Any]) -> Any:
             setattr(collectives, "on_main", on_main)  # noqa: B010
-            return on_main(lambda: (time.sleep(3 * LIMIT_S), work())[1])
+            return on_main(lambda: (time.sleep(OPENING_S), work())[1])
 
         setattr(collectives, "on_main", slowly)  # noqa: B010
 
 
+@pytest.mark.slow
 def test_the_work_of_one_rank_is_waited_for_without_a_limit(
     shell: Shell, indexed: Any, tmp_path: Path
 ) -> None:
     since = time.monotonic()
     options = (f"peer_timeout_s={LIMIT_S}", "base.steps=2", "data.num_workers=0")
     shell.ok(*words(indexed, tmp_path / "run", *options), ranks=2, inside=Slow())
-    assert time.monotonic() - since > 3 * LIMIT_S
+    assert time.monotonic() - since > OPENING_S
 
 
 # --- data that does not come --------------------------------------------------------------------
@@ -223,6 +226,7 @@ class Undecodable:
         self.then()
 
 
+@pytest.mark.slow
 def test_a_picture_whose_decoding_does_not_end_ends_the_run_which_goes_on_without_it(
     shell: Shell, indexed: Any, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def words(pictures: Path, out: Path, *more: str) -> list[str | Path]:
     return ["finetune", pictures, "--captions", table, *given]
 
 
+@pytest.mark.slow
 def test_killed_and_called_again_it_ends_with_the_same_bits(
     shell: Shell, pictures: Path, tmp_path: Path
 ) -> None:

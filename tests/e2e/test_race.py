@@ -42,6 +42,7 @@ def finished(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.mark.slow
 def test_all_remedies_share_one_base_and_see_as_many_samples(finished: Path) -> None:
     race = finished / "race"
     for seed in (3, 4):

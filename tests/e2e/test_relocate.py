@@ -54,6 +54,7 @@ def test_killed_anywhere_it_goes_on_and_ends_with_the_same_bytes(
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_training_reads_either_form_and_ends_with_the_same_bits(
     shell: Shell, prepared_run: Path, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def _tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
 
+@pytest.mark.slow
 def test_reading_ahead_asks_for_one_batch_more_per_worker(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

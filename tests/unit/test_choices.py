@@ -66,6 +66,7 @@ ROWS = re.findall(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gib", "base"), kept([(gib, base) for gib in (8.0, 80.0) for base in BASES], 6)
 )

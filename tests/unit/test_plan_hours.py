@@ -51,6 +51,7 @@ def planned(
     return costs.hours(options, steps.count(options, samples), kind, machine, Speed(**speed))
 
 
+@pytest.mark.slow
 def test_smaller_pictures_take_fewer_hours_and_less_memory() -> None:
     """The mean over the steps; memory is that of the largest pictures."""
     whole, small = of_sample()["sample"], of_sample("train.image_size=[{size: 16}]")["sizes"][16]

@@ -48,6 +48,7 @@ def test_a_step_takes_what_a_gpu_has_held(
     assert held / GIB == pytest.approx(gib, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("classes", "batch", "gib"),
     kept([(100_000, 4096, 0.18), (1_000_000, 4096, 0.19), (1_000_000, 1024, 0.09)], 0),
@@ -68,6 +69,7 @@ def head(ranks: int, *overrides: str) -> dict[str, Any]:
     return memory.measure(options, "train", options.train, Machine(1, ranks))
 
 
+@pytest.mark.slow
 def test_ranks_share_class_centers_and_save_them_whole() -> None:
     """The paper's run: 12,500 classes on each of 80 GPUs, of which a step draws a tenth."""
     alone, shared = head(1), head(80)

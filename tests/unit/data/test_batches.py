@@ -162,6 +162,7 @@ def held_by_epoch(index: SampleIndex) -> list[torch.Tensor]:
     return [torch.tensor(list(loader)).view(epochs, -1).amax(1) for loader in loaders]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MAPS.exists(), reason="there is no /proc to read")
 def test_a_worker_does_not_grow_from_epoch_to_epoch(index: SampleIndex) -> None:
     """Nor does it copy the index page by page; one that keeps 16 KiB per batch is noticed.
@@ -419,6 +420,7 @@ def test_loader_workers_and_a_later_start_change_nothing(
             assert_equal(batch, reference[batch.step])
 
 
+@pytest.mark.slow
 def test_spawned_workers(bad_index: SampleIndex, tmp_path: Path) -> None:
     loader = DataLoader(
         make(bad_index, grouped=written(tmp_path, LabelBlocks(LABELS, RADICES))),
@@ -489,6 +491,7 @@ def check_end(index: SampleIndex, folder: Path, method: str, how: str) -> None:
     assert said.endswith("KeyError: 'its own error'") if how == "raise" else not said, said
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_leaves_no_data_set_behind(
     index: SampleIndex, tmp_path: Path
 ) -> None:
@@ -503,7 +506,7 @@ def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: 
     check_end(index, tmp_path, "fork", "raise")
 
 
-@pytest.mark.parametrize(("further", "code"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(("further", "code"), kept([(0, 0), (1, 1)], 1))
 def test_a_temporary_folder_that_sockets_do_not_fit_is_refused(
     index: SampleIndex, tmp_path: Path, further: int, code: int
 ) -> None:

@@ -21,9 +21,10 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import truncate
 from mclclip.util.randomness import mix, permute
 from tests.batches import grouped_index
-from tests.matrix import kept
+from tests.matrix import SOAK, kept
 
-stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)
+pytestmark = [pytest.mark.slow] if SOAK else []  # with more examples
+stable = settings(max_examples=35 if SOAK else 15, deadline=None, derandomize=True, database=None)
 POLICIES = ("drop", "backoff", "mask", "wrap", "carry")
 ORDERS = ("round_robin", "proportional")
 SAMPLES, TURN = 1, 5  # words of the keys

@@ -53,6 +53,7 @@ def test_all_sets_are_drawn_equally_often_and_in_order() -> None:
     assert all(abs(found[pair] - wanted) < 4.5 * wanted**0.5 for pair in pairs)
 
 
+@pytest.mark.slow
 def test_the_first_sentence_is_left_out_as_often_as_asked() -> None:
     """Its share is (1 - p) 2/5, that of each other one (1 - p) 2/5 + p 2/4."""
     found = counted(2, 0.3)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import shutil
 import sys
 from importlib import util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from mclclip.export.targets import Precision
 from mclclip.export.targets import onnx as target
 from mclclip.run import artifacts
 from mclclip.util.remake import Remake
+from tests.matrix import in_soak
 from tests.unit.export.models import exported, source_of, the_certificate
 
 needs_onnx = pytest.mark.skipif(
@@ -25,6 +29,7 @@ needs_onnx = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_onnx
 @pytest.mark.parametrize(("precision", "share"), [("fp16", 0.6), ("int8", 0.35)])
 def test_rounded_weights_are_smaller_and_the_difference_is_measured(
@@ -45,6 +50,7 @@ def test_rounded_weights_are_smaller_and_the_difference_is_measured(
         convert.run("hf", source, tmp_path / "hf", precision=precision)
 
 
+@in_soak
 @needs_onnx
 def test_int8_says_what_stays_fp32(tmp_path: Path) -> None:
     """A ResNet's convolutions."""
@@ -54,13 +60,33 @@ def test_int8_says_what_stays_fp32(tmp_path: Path) -> None:
     assert "image.onnx" in note and note in (out / "README.md").read_text()
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An image encoder, and its graph; read only."""
+    folder = tmp_path_factory.mktemp("images")
+    source = source_of("image_encoder", folder)
+    return source, convert.run("onnx", source, folder / "onnx")
+
+
+@needs_onnx
+def test_an_image_encoder_has_one_graph(images: tuple[Path, Path]) -> None:
+    _, out = images
+    described = json.loads((out / "encoder.json").read_text())
+    assert not (out / "text.onnx").exists() and "logit_scale" not in described
+    proof = the_certificate(out)
+    assert proof["pixels"] is None and proof["runtime"].startswith("onnxruntime ")
+    session = importlib.import_module("onnxruntime").InferenceSession(str(out / "image.onnx"))
+    (found,) = session.run(None, {"pixels": np.ones((5, 3, 32, 32), np.float32)})
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
+
+
+@pytest.mark.slow
 @needs_onnx
 def test_weights_above_the_limit_lie_in_a_second_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph's own weights count, not those of the other graph or of a trunk for each stage."""
-    source = source_of("image_encoder", tmp_path)
-    whole = convert.run("onnx", source, tmp_path / "whole")
+    source, whole = images
     size = (whole / "image.onnx").stat().st_size
     assert {path.name for path in whole.glob("*.onnx*")} == {"image.onnx"}
     monkeypatch.setattr(target, "MOST_BYTES", size // 2)
@@ -73,11 +99,11 @@ def test_weights_above_the_limit_lie_in_a_second_file(
 
 @needs_onnx
 def test_a_graph_of_other_weights_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is left, and what was there before stays."""
-    source, out = source_of("image_encoder", tmp_path), tmp_path / "onnx"
-    convert.run("onnx", source, out)
+    source, out = images[0], tmp_path / "onnx"
+    shutil.copytree(images[1], out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     export = torch.onnx.export
 
@@ -94,7 +120,7 @@ def test_a_graph_of_other_weights_is_refused(
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     with pytest.raises(ValueError, match="is not converted: .* the lowest cosine is"):
         convert.run("onnx", source, tmp_path / "other", precision="int8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["image_encoder", "onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["onnx"]
 
 
 @needs_onnx

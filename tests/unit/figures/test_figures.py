@@ -65,6 +65,7 @@ def data(folder: Path, name: str) -> Any:
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_figure_is_data_and_a_picture(drawn: Path) -> None:
     lacking = {"pseudo_labels"}  # simlap without groups has none
     for suffix in (".json", ".png"):

@@ -107,6 +107,7 @@ def test_joins_and_soups_keep_the_projection(export: Path, file: str, tmp_path: 
     torch.testing.assert_close(weights[2], (weights[0] + weights[1]) / 2)
 
 
+@pytest.mark.slow
 def test_onnx_takes_rows_and_other_libraries_refuse(export: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     convert.run("onnx", export, tmp_path / "onnx")

@@ -125,6 +125,7 @@ def test_a_teacher_without_a_logit_scale_needs_a_temperature() -> None:
     built(Seen(), {"temperature": 0.1}, {"what": "features"}, scale=None)
 
 
+@pytest.mark.slow
 def test_the_plan_counts_teachers() -> None:
     """Their embeddings, or their weights and a forward pass where they see the crops."""
     of = "[{kind: info_nce}, {kind: distill, teacher: tiny_clip@random, exact: %s}]"
@@ -145,6 +146,7 @@ def test_the_plan_counts_teachers() -> None:
     assert disk[1]["embeddings"] > disk[0]["embeddings"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", ["false", "true"])
 def test_the_plan_counts_a_joined_teacher(tmp_path: Path, exact: str) -> None:
     """Two stages that share two of three blocks and the text tower."""

@@ -140,6 +140,7 @@ def test_captions_are_embedded_where_a_term_holds_texts() -> None:
     load("demo", [HELD % "true", "embed.feature=pooled"])
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_copy() -> None:
     """In bytes that last, in operations, and none of it where features come from disk."""
     found = {}

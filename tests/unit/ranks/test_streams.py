@@ -63,6 +63,7 @@ print(codes, heard)
     assert done.stdout.splitlines()[-1:] == ["[0, 2, 0, 2] ['SIGTERM']"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_goes_on_after_a_verb_that_was_asked_to_leave() -> None:
     """The timer that ends a process which does not leave must not end this one."""
     code = """

@@ -10,6 +10,7 @@ import pytest
 
 from mclclip.ranks.process_group import choose_num_threads, count_cores
 from tests import photos, tiny
+from tests.matrix import kept
 
 CORES = len(os.sched_getaffinity(0))
 # Prints the threads of a program that has imported mclclip, of a loader's worker, and of trainings,
@@ -64,7 +65,8 @@ def test_one_core_is_left() -> None:
     assert [choose_num_threads(cores) for cores in (1, 2, 8)] == [1, 1, 7]
 
 
-@pytest.mark.parametrize("chosen", [None, CORES])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", kept([None, CORES], 0))
 def test_a_process_has_the_users_number_of_threads_or_leaves_a_core(
     tmp_path: Path, chosen: int | None
 ) -> None:
