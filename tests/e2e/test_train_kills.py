@@ -33,7 +33,7 @@ from tests import tiny
 from tests.e2e.conftest import Shell, Started
 from tests.e2e.soak import SEED, TARGETS, Record, hit
 from tests.e2e.started import TRAINING, result_of, rows_of, steps_of
-from tests.matrix import SOAK
+from tests.matrix import SOAK, kept
 from tests.unit.test_texts import write_rows
 
 pytestmark = pytest.mark.slow
@@ -208,7 +208,7 @@ class Round:
 # --- the test -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tokens", "rows"])
+@pytest.mark.parametrize("kind", kept(["tokens", "rows"], 0))
 def test_killed_trainings_end_as_the_undisturbed_one(
     kind: str, shell: Shell, tmp_path: Path
 ) -> None:
