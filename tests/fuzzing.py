@@ -16,6 +16,7 @@ from tests.matrix import SOAK
 
 T = TypeVar("T")
 LIMIT_CPU_S, LIMIT_S = 60.0, 600.0  # for one trial on a busy machine; most take milliseconds
+MORE_BYTES = 4 * 2**30  # of memory for one trial
 ONE_LINE = (ValueError, RuntimeError, OSError)
 ODD_VALUES: tuple[Any, ...] = (
     0, -1, 1, 2, 3, 7, 33, 1000, 20_000, 2**31, 10**9, 10**18, 0.5, -2.5, 1e30, float("nan"),
@@ -36,7 +37,8 @@ def ends_well(trial: Callable[[], T], what: str) -> T | None:
     started, cpu_started = time.monotonic(), time.process_time()
     found: T | None = None
     try:
-        found = trial()
+        with _limited_memory():
+            found = trial()
     except ONE_LINE as error:
         line = str(error)
         assert line and "\n" not in line.strip() and len(line) < 2_000, f"{what}: {line!r}"
@@ -48,12 +50,12 @@ def ends_well(trial: Callable[[], T], what: str) -> T | None:
 
 
 @contextmanager
-def limited_memory(num_bytes: int = 4 * 2**30) -> Iterator[None]:
-    """Lets this process take so many bytes more for the time of a block: what a stranger's numbers
-    ask for is refused, and does not fill the machine."""
+def _limited_memory() -> Iterator[None]:
+    """Lets this process take ``MORE_BYTES`` for the time of a block: what a stranger's numbers ask
+    for is refused, and does not fill the machine."""
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MORE_BYTES, before[1]))
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,24 +106,11 @@ def test_every_target_has_a_case_or_a_file_of_its_own() -> None:
     assert {*CASES} <= {*targets.names()} <= CASES.keys() | files, "add it to CASES in this file"
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, str], tuple[Path, Path]]:
-    """A model of a kind, and what a target made of it, once; read only."""
-
-    @cache
-    def convert_once(to: Any, kind: str) -> tuple[Path, Path]:
-        folder = tmp_path_factory.mktemp(f"{to}_{kind}")
-        source = source_of(kind, folder)
-        return source, convert.run(to, source, folder / "out")
-
-    return convert_once
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("to", "kind"), kept([*QUICK, *MORE], *range(len(QUICK))))
-def test_the_library_gives_the_same_features(converted: Any, to: Any, kind: str) -> None:
-    source, out = converted(to, kind)
-    own = mclclip.load_model(source)
+def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str) -> None:
+    source = source_of(kind, tmp_path)
+    own, out = mclclip.load_model(source), convert.run(to, source, tmp_path / "out")
     encode = CASES[to].load(out)
     image = own.preprocess_val(certificate.draw_images()["noise 50x40"])
     for batch in (1, 3):  # of any size
@@ -335,9 +321,10 @@ def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(
 
 
 @pytest.mark.slow
-def test_a_graph_says_what_it_takes_and_has_the_trunk_once(converted: Any) -> None:
+def test_a_graph_says_what_it_takes_and_has_the_trunk_once(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    source, out = converted("onnx", "concat_stage_norm")
+    source = joined(tmp_path)
+    out = convert.run("onnx", source, tmp_path / "onnx")
     own, config = mclclip.load_model(source), json.loads((out / "encoder.json").read_text())
     assert config["image"]["shape"] == ["batch", 3, 32, 32]
     assert config["features"]["width"] == own.embed_dim

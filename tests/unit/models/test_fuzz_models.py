@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,6 @@ BACKBONE: dict[str, Any] = {
         "options": {"widths": [4, 4], "strides": [1, 2]},
     }
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def little_memory() -> Iterator[None]:
-    with fuzzing.limited_memory():
-        yield
 
 
 @fuller_in_soak
