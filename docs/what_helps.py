@@ -6,11 +6,15 @@
     python docs/what_helps.py --check                  # fails where the page has others
     python docs/what_helps.py NAME ARM=RUN:ENCODER ... # results of runs -> results/NAME.json
     python docs/what_helps.py NAME RUN/race.csv        # comparisons of a race -> results/NAME.json
+    python docs/what_helps.py NAME --race ARM=RUN:ENCODER ...   # of arms that raced apart
 
 A file of runs has a row per arm, seed and metric; its table has an arm per line, and in each cell
 the mean and the standard deviation over seeds. Rows of an arm and seed that are measured again
 replace older ones, so that a table grows cell by cell. A file of a race has the comparisons of
-``race.csv``; its table has the differences to the ungrouped control, with their intervals.
+``race.csv``; its table has the differences to the ungrouped control, with their intervals. Seeds
+that were trained apart, such as on several machines, are compared with ``--race``: arms are named
+as remedies are, ``base`` and ``ungrouped`` among them, and each has a run of every seed. Of a run
+only results.jsonl and outcomes/ are read, so that these may come from an archive.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas
 from tabulate import tabulate
 
+from mclclip.report import race
 from mclclip.run.opened import Run
 from mclclip.util import files
 
@@ -61,13 +68,26 @@ def of_runs(arms: Sequence[str]) -> list[Row]:
     return rows
 
 
+def of_race(arms: Sequence[str]) -> Any:
+    """The comparisons of arms that raced apart, as a table like ``race.csv``."""
+    entrants = dict[str, race.Entrant]()
+    for arm in arms:
+        name, _, place = arm.rpartition("=")
+        folder, _, encoder = place.rpartition(":")
+        before = entrants.get(name, race.Entrant(name, encoder, []))
+        entrants[name] = replace(before, runs=[*before.runs, Path(folder)])
+    base, control = entrants["base"], entrants["ungrouped"]
+    remedies = [entrant for entrant in entrants.values() if entrant is not base]
+    benchmarks = {row.benchmark for row in Run(base.runs[0]).result_rows}
+    return race.frame(race.standings(base, control, remedies, [*benchmarks]))
+
+
 def collect(name: str, given: Sequence[str]) -> None:
     """Writes results/NAME.json from runs, or from the table of a race."""
     path = RESULTS / f"{name}.json"
-    if given[0].endswith(".csv"):
-        import pandas
-
-        table = pandas.read_csv(given[0])[[*_KEPT]].fillna({"part": ""})
+    if given[0] == "--race" or given[0].endswith(".csv"):
+        table = of_race(given[1:]) if given[0] == "--race" else pandas.read_csv(given[0])
+        table = table[[*_KEPT]].fillna({"part": ""})
         rows = json.loads(table.round(3).to_json(orient="records"))
     else:
         rows = of_runs(given)

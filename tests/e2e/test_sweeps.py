@@ -35,6 +35,7 @@ from mclclip.data.datasets.sources import array_sample, png_sample
 from mclclip.data.shard_writer import write_shards
 from mclclip.eval import results
 from mclclip.util import shipped
+from mclclip.verbs import make_dataset
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import kept
@@ -130,6 +131,7 @@ PICTURES = {
     "attributed_patterns": Pictures(32, dict.fromkeys(patterns.ATTRIBUTES, 3), TWO),
     "celeba": Pictures(128, {"black_hair": 2, "smiling": 3, "male": 2}, TWO),
     "stl_digits": Pictures(96, {"stl10": 10, "mnist": 3}, TWO),
+    "cifar_pairs": Pictures(64, {"left": 10, "right": 3}, TWO, shards=6),
     "cifar10": Pictures(32, {"class": 10}, TWO, shards=6),
     "stl10": Pictures(96, {"class": 10}, {**TWO, "unlabeled": 10}),
     "imagenet100": Pictures(64, {"class": 10}, TWO),
@@ -168,6 +170,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("runs/demo/data_0", "runs/ucm/data"):
         (root / name).parent.mkdir(parents=True)
         (root / name).symlink_to(made)
+    (root / "runs/cifar_pairs").mkdir()
+    (root / "runs/cifar_pairs/data").symlink_to(data / "cifar_pairs")
+    bars = root / "runs/shortcut/bar"
+    make_dataset.run("shortcut", bars, source=[f"shards={made / 'shards'}"])
     return root
 
 

@@ -55,6 +55,22 @@ def in_order(images: np.ndarray) -> np.ndarray:
     return images[np.lexsort(images.reshape(len(images), -1).T)]
 
 
+def test_cifar_pairs(tmp_path: Path) -> None:
+    """Every image once, on the left or on the right, beside another one; with both classes."""
+    images = fakes.cifar_batches(tmp_path / "c")
+    single = make("cifar10", tmp_path / "single", f"cifar10={tmp_path / 'c'}")
+    pairs = make("cifar_pairs", tmp_path / "pairs", f"cifar10={tmp_path / 'c'}")
+    for split, part in (("train", images[:20]), ("test", images[20:])):
+        class_of = {array.tobytes(): facts["class"] for facts, array in single[split]}
+        halves = []
+        for facts, array in pairs[split]:
+            assert array.shape == (64, 64, 3) and (array[[*range(16), *range(48, 64)]] == 128).all()
+            for side, half in (("left", array[16:48, :32]), ("right", array[16:48, 32:])):
+                assert facts[side] == class_of[half.tobytes()]
+                halves.append(half)
+        np.testing.assert_array_equal(in_order(np.array(halves)), in_order(part))
+
+
 def test_cifar_mnist(tmp_path: Path) -> None:
     images = fakes.cifar_batches(tmp_path / "c")
     digits, labels = fakes.mnist(tmp_path / "m")
