@@ -4,7 +4,8 @@
 
     python docs/what_helps.py                          # writes the tables into the page
     python docs/what_helps.py --check                  # fails where the page has others
-    python docs/what_helps.py NAME ARM=RUN:ENCODER ... # results of runs -> results/NAME.json
+    python docs/what_helps.py NAME ARM=RUN:ENCODER ... [BENCHMARK/METRIC ...]
+                                                       # results of runs -> results/NAME.json
     python docs/what_helps.py NAME RUN/race.csv        # comparisons of a race -> results/NAME.json
     python docs/what_helps.py NAME --race ARM=RUN:ENCODER ...   # of arms that raced apart
 
@@ -14,7 +15,7 @@ replace older ones, so that a table grows cell by cell. A file of a race has the
 ``race.csv``; its table has the differences to the ungrouped control, with their intervals. Seeds
 that were trained apart, such as on several machines, are compared with ``--race``: arms are named
 as remedies are, ``base`` and ``ungrouped`` among them, and each has a run of every seed. Of a run
-only results.jsonl and outcomes/ are read, so that these may come from an archive.
+only config.yaml, results.jsonl and outcomes/ are read, so that these may come from an archive.
 """
 
 from __future__ import annotations
@@ -46,36 +47,46 @@ _MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 Row = dict[str, Any]
 
 
-def of_runs(arms: Sequence[str]) -> list[Row]:
-    """The figures of encoders, each given as ARM=RUN:ENCODER."""
+def of_runs(words: Sequence[str]) -> list[Row]:
+    """The figures of encoders, each given as ARM=RUN:ENCODER; other words are the metrics to read,
+    as BENCHMARK/METRIC (none: all)."""
     rows = []
-    for arm in arms:
-        name, _, place = arm.rpartition("=")
-        folder, _, encoder = place.rpartition(":")
+    metrics = [word for word in words if "=" not in word]
+    for arm in (word for word in words if "=" in word):
+        name, folder, encoder = _parts(arm)
         run = Run.open(folder)
-        own = [row for row in run.result_rows if row.model == encoder]
-        own = [row for row in own if row.protocol.get("level") != "detail"]
+        own = [
+            row
+            for row in run.result_rows
+            if row.model == encoder and row.protocol.get("level") != "detail"
+            if not metrics or f"{row.benchmark}/{row.metric}" in metrics
+        ]
         if not own:
             raise ValueError(f"{folder} has no results of {encoder}")
-        seed = run.config.seed
         rows += [
             {
-                **{"arm": name, "seed": seed, "benchmark": row.benchmark, "metric": row.metric},
-                "value": round(row.value, 3),
+                **{"arm": name, "seed": run.config.seed, "benchmark": row.benchmark},
+                **{"metric": row.metric, "value": round(row.value, 3)},
             }
             for row in own
         ]
     return rows
 
 
+def _parts(arm: str) -> tuple[str, Path, str]:
+    """Name, run directory and encoder of ARM=RUN:ENCODER."""
+    name, _, place = arm.rpartition("=")
+    folder, _, encoder = place.rpartition(":")
+    return name, Path(folder), encoder
+
+
 def of_race(arms: Sequence[str]) -> Any:
     """The comparisons of arms that raced apart, as a table like ``race.csv``."""
     entrants = dict[str, race.Entrant]()
     for arm in arms:
-        name, _, place = arm.rpartition("=")
-        folder, _, encoder = place.rpartition(":")
+        name, folder, encoder = _parts(arm)
         before = entrants.get(name, race.Entrant(name, encoder, []))
-        entrants[name] = replace(before, runs=[*before.runs, Path(folder)])
+        entrants[name] = replace(before, runs=[*before.runs, folder])
     base, control = entrants["base"], entrants["ungrouped"]
     remedies = [entrant for entrant in entrants.values() if entrant is not base]
     benchmarks = {row.benchmark for row in Run(base.runs[0]).result_rows}
