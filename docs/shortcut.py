@@ -3,14 +3,13 @@
 UCM is the folder of UC Merced's photographs with ``captions.csv``. Above are six of them as
 `make-dataset shortcut` would change them, with the captions that it would write. Below is what
 encoders see that were trained on Flickr8k's photographs with such bars: means over seeds, of
-``tests/benchmarks/results/shortcut_recall.json``.
+``tests/benchmarks/results/shortcut_seeds.json``.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
-import statistics
 import sys
 import textwrap
 from pathlib import Path
@@ -21,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from mclclip.data.datasets.shortcut import KINDS
 from mclclip.util import files
 
-RESULTS = Path(__file__).resolve().parents[1] / "tests/benchmarks/results/shortcut_recall.json"
+RESULTS = Path(__file__).resolve().parents[1] / "tests/benchmarks/results/shortcut_seeds.json"
 SIDE, GAP, LEFT, LINE = 112, 12, 210, 24
 PHOTOGRAPHS = (
     "baseballdiamond/02_016", "buildings/04_017", "freeway/08_064", "golfcourse/09_029",
@@ -30,8 +29,8 @@ PHOTOGRAPHS = (
 VALUES = (0, 12, 18, 25, 5, 11)  # of the 32 bars
 ROWS = {
     "the base": "base",
-    "more training (the control)": "ungrouped, joined",
-    "MCL: as many steps in groups": "MCL, joined",
+    "more training (the control)": "ungrouped",
+    "MCL: as many steps in groups": "mcl",
 }
 TITLES = (
     "What it is trained on: bars that are easy to see, which every caption names",
@@ -45,11 +44,12 @@ COLUMNS = {
 
 
 def read_shares() -> dict[tuple[str, str, str], float]:
-    """The mean over seeds by arm, benchmark and metric, in percent."""
-    values: dict[tuple[str, str, str], list[float]] = {}
+    """The mean over seeds by encoder, benchmark and metric, in percent."""
+    shares = {}
     for row in files.read_json(RESULTS):
-        values.setdefault((row["arm"], row["benchmark"], row["metric"]), []).append(row["value"])
-    return {key: statistics.mean(some) for key, some in values.items()}
+        for model, value in ("model", "value"), ("against", "against_value"):
+            shares[row[model], row["benchmark"], row["metric"]] = row[value]
+    return shares
 
 
 def main(folder: str, out: str) -> None:

@@ -7,7 +7,8 @@
     python docs/what_helps.py NAME ARM=RUN:ENCODER ... [BENCHMARK/METRIC ...]
                                                        # results of runs -> results/NAME.json
     python docs/what_helps.py NAME RUN/race.csv        # comparisons of a race -> results/NAME.json
-    python docs/what_helps.py NAME --race ARM=RUN:ENCODER ...   # of arms that raced apart
+    python docs/what_helps.py NAME --race ARM=RUN:ENCODER ... [BENCHMARK/METRIC ...]
+                                                       # comparisons of arms that raced apart
 
 A file of runs has a row per arm, seed and metric; its table has an arm per line, and in each cell
 the mean and the standard deviation over seeds. Rows of an arm and seed that are measured again
@@ -80,17 +81,19 @@ def _parts(arm: str) -> tuple[str, Path, str]:
     return name, Path(folder), encoder
 
 
-def of_race(arms: Sequence[str]) -> Any:
-    """The comparisons of arms that raced apart, as a table like ``race.csv``."""
+def of_race(words: Sequence[str]) -> Any:
+    """The comparisons of arms that raced apart, as a table like ``race.csv``; other words are the
+    metrics to compare (none: the main ones)."""
     entrants = dict[str, race.Entrant]()
-    for arm in arms:
+    for arm in (word for word in words if "=" in word):
         name, folder, encoder = _parts(arm)
         before = entrants.get(name, race.Entrant(name, encoder, []))
         entrants[name] = replace(before, runs=[*before.runs, folder])
     base, control = entrants["base"], entrants["ungrouped"]
     remedies = [entrant for entrant in entrants.values() if entrant is not base]
     benchmarks = {row.benchmark for row in Run(base.runs[0]).result_rows}
-    return race.frame(race.standings(base, control, remedies, [*benchmarks]))
+    metrics = [word for word in words if "=" not in word]
+    return race.frame(race.standings(base, control, remedies, [*benchmarks], metrics))
 
 
 def collect(name: str, given: Sequence[str]) -> None:

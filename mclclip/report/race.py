@@ -90,9 +90,15 @@ class Standings:
 
 
 def standings(
-    base: Entrant, control: Entrant, remedies: Sequence[Entrant], benchmarks: Sequence[str]
+    base: Entrant,
+    control: Entrant,
+    remedies: Sequence[Entrant],
+    benchmarks: Sequence[str],
+    metrics: Sequence[str] = (),
 ) -> Standings:
     """Compares all ``remedies``, the control among them, with the base and with the control.
+
+    ``metrics`` names those to compare, as ``BENCHMARK/METRIC`` (none: the main ones).
 
     Raises FileNotFoundError and ValueError if figures or outcomes are missing, damaged or not of
     the same items.
@@ -122,8 +128,9 @@ def standings(
     whole: dict[Against, list[Comparison]] = {"base": [], "control": []}
     parts: dict[Against, list[Part]] = {"base": [], "control": []}
     for (benchmark, name, model), (row, _) in cells[base.runs[0]].items():
-        is_main = benchmark in benchmarks and row.protocol.get("level") == "headline"
-        if model != base.encoder or not is_main:
+        is_main = row.protocol.get("level") == "headline"
+        is_compared = f"{benchmark}/{name}" in metrics if metrics else is_main
+        if model != base.encoder or benchmark not in benchmarks or not is_compared:
             continue
         rows = {e.name: rows_of(e, (benchmark, name)) for e in (base, *remedies)}
         compared = _compare(rows, [names for _, names in pairs], read)
