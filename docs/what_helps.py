@@ -84,11 +84,14 @@ def _parts(arm: str) -> tuple[str, Path, str]:
 def of_race(words: Sequence[str]) -> Any:
     """The comparisons of arms that raced apart, as a table like ``race.csv``; other words are the
     metrics to compare (none: the main ones)."""
-    entrants = dict[str, race.Entrant]()
+    entrants, seeds = dict[str, race.Entrant](), dict[str, list[int]]()
     for arm in (word for word in words if "=" in word):
         name, folder, encoder = _parts(arm)
         before = entrants.get(name, race.Entrant(name, encoder, []))
         entrants[name] = replace(before, runs=[*before.runs, folder])
+        seeds.setdefault(name, []).append(Run.open(folder).config.seed)
+        if seeds[name] != seeds["base"][: len(seeds[name])] or encoder != before.encoder:
+            raise ValueError(f"{arm}: wanted base first, then arms of one encoder in its seeds")
     base, control = entrants["base"], entrants["ungrouped"]
     remedies = [entrant for entrant in entrants.values() if entrant is not base]
     benchmarks = {row.benchmark for row in Run(base.runs[0]).result_rows}

@@ -14,9 +14,9 @@
 # file.
 #
 # The variable SHARED names a run directory whose parts are linked into the new one: its index,
-# stage-0 export and embeddings, its clusters unless the line has options of cluster, and the training
-# of stage 0, its text embeddings, image rows and text rows if there are any. They must be finished,
-# since a run would write to an unfinished one through the link.
+# stage-0 export and embeddings, and its clusters unless the line has options of cluster, which must
+# be finished, since a run would write to an unfinished one through the link; and the training of stage
+# 0, its text embeddings, image rows and text rows, if they are finished.
 set -euo pipefail
 
 fail() {
@@ -76,7 +76,7 @@ parts() {
     echo "index index"
     echo "stage_0/export export --stage 0"
     echo "stage_0/embeddings embed --stage 0"
-    printf '%s -\n' stage_0/{train,text_embeddings,image_rows} text_rows eval_text_rows
+    printf '%s -\n' stage_0/{train,text_embeddings,image_rows} text_rows
     [[ " $1" == *" cluster"[.=]* ]] || echo "stage_0/clusters cluster --stage 0"
 }
 

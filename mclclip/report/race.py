@@ -101,7 +101,7 @@ def standings(
     ``metrics`` names those to compare, as ``BENCHMARK/METRIC`` (none: the main ones).
 
     Raises FileNotFoundError and ValueError if figures or outcomes are missing, damaged or not of
-    the same items.
+    the same items, and ValueError for a metric that the base has no figure of.
     """
     read = compare.Reader()
     cells = {
@@ -122,6 +122,9 @@ def standings(
             rows.append(row)
         return rows
 
+    measured = {f"{benchmark}/{name}" for benchmark, name, _ in cells[base.runs[0]]}
+    if unknown := [name for name in metrics if name not in measured]:
+        raise ValueError(f"{base.runs[0]} has no figure of {unknown[0]}")
     others: list[tuple[Against, Entrant]] = [("base", base), ("control", control)]
     pairs = [(against, (remedy.name, other.name)) for against, other in others
              for remedy in remedies if remedy.name != other.name]  # fmt: skip

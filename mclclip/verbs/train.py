@@ -78,7 +78,11 @@ def run(
     step = collectives.on_main(lambda: _step_of(training))
     # Skips a finished training; otherwise calls `Training.make` on all ranks.
     make_artifact(step, training.directory, training, force)
-    collectives.on_main(lambda: keep_finished(training.directory, options.checkpoint.keep_every))
+    # A training that another run lent by a link is left as it is.
+    if training.directory.resolve().is_relative_to(Path(config.run_dir).resolve()):
+        collectives.on_main(
+            lambda: keep_finished(training.directory, options.checkpoint.keep_every)
+        )
     return training.directory
 
 

@@ -131,7 +131,7 @@ PICTURES = {
     "attributed_patterns": Pictures(32, dict.fromkeys(patterns.ATTRIBUTES, 3), TWO),
     "celeba": Pictures(128, {"black_hair": 2, "smiling": 3, "male": 2}, TWO),
     "stl_digits": Pictures(96, {"stl10": 10, "mnist": 3}, TWO),
-    "cifar_pairs": Pictures(64, {"left": 10, "right": 3}, TWO, shards=6),
+    "cifar_pairs": Pictures(64, {"pair": 10}, TWO, shards=6),
     "cifar10": Pictures(32, {"class": 10}, TWO, shards=6),
     "stl10": Pictures(96, {"class": 10}, {**TWO, "unlabeled": 10}),
     "imagenet100": Pictures(64, {"class": 10}, TWO),

@@ -23,7 +23,7 @@ SWEEPS = sorted(RECIPE.parent.glob("*.sweep"))
 FILES_OF_SIMLAP = [file for file in SWEEPS if file.stem.startswith("simlap_")]
 NEEDED = ("index", "stage_0/export", "stage_0/embeddings", "stage_0/clusters")
 OPTIONAL = (
-    "stage_0/train", "stage_0/text_embeddings", "stage_0/image_rows", "text_rows", "eval_text_rows",
+    "stage_0/train", "stage_0/text_embeddings", "stage_0/image_rows", "text_rows",
 )  # fmt: skip
 
 

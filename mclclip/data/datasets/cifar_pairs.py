@@ -1,7 +1,8 @@
 """CIFAR pairs: two images of CIFAR-10 side by side, a picture that holds two objects.
 
 Pictures with several objects are why MLCD gives a sample several labels (section 1). The two images
-are drawn independently of each other, so that a probe of each tells what an encoder sees of it.
+are drawn independently of each other. An encoder that takes the mean over all places need not know
+which is left: a probe of both classes without their order tells what it sees.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _GREY = 128
 def build(sources: Sources, seed: int) -> Splits:
     """Reads the images of ``--source cifar10=FOLDER`` and makes PNGs of 64 x 64, each image once.
 
-    Attributes are left and right, the classes of the two images. They lie in the middle of a grey
+    Attributes are left and right, the classes of the two images, and pair, both in the order of the
+    alphabet. They lie in the middle of a grey
     square, since a CLIP's centre crop would cut a picture that is twice as wide as high.
     """
     folder = sources.folder("cifar10")
@@ -29,7 +31,8 @@ def build(sources: Sources, seed: int) -> Splits:
         images = in_random_order(read_cifar10(folder, split), seed)
         pairs = zip(images, images, strict=False)  # of an odd number the last one is left out
         for number, ((left, left_class), (right, right_class)) in enumerate(pairs):
-            attributes = {"left": left_class, "right": right_class}
+            pair = " and ".join(sorted([left_class, right_class]))
+            attributes = {"left": left_class, "right": right_class, "pair": pair}
             yield png_sample(number, side_by_side(left, right), attributes)
 
     return {split: samples(split) for split in ("train", "test")}

@@ -65,6 +65,7 @@ def test_cifar_pairs(tmp_path: Path) -> None:
         halves = []
         for facts, array in pairs[split]:
             assert array.shape == (64, 64, 3) and (array[[*range(16), *range(48, 64)]] == 128).all()
+            assert facts["pair"].split(" and ") == sorted([facts["left"], facts["right"]])
             for side, half in (("left", array[16:48, :32]), ("right", array[16:48, 32:])):
                 assert facts[side] == class_of[half.tobytes()]
                 halves.append(half)
