@@ -203,7 +203,7 @@ def test_bash_completes_verbs_flags_values_and_recipes(main: Any, tmp_path: Path
         "train --sta": "--stage",
         "train --variant ungr": "ungrouped",
         "run --config stl10": "stl10",
-        "make-dataset cifar_": "cifar_mnist",
+        "make-dataset cifar_m": "cifar_mnist",
     }.items():
         code = (
             f"source {script}; COMP_WORDS=(mclclip {words}); COMP_CWORD={len(words.split())}; "
