@@ -4,8 +4,7 @@
 
     python docs/what_helps.py                          # writes the tables into the page
     python docs/what_helps.py --check                  # fails where the page has others
-    python docs/what_helps.py NAME ARM=RUN:ENCODER ... [BENCHMARK/METRIC ...]
-                                                       # results of runs -> results/NAME.json
+    python docs/what_helps.py NAME ARM=RUN:ENCODER ... # results of runs -> results/NAME.json
     python docs/what_helps.py NAME RUN/race.csv        # comparisons of a race -> results/NAME.json
     python docs/what_helps.py NAME --race ARM=RUN:ENCODER ... [BENCHMARK/METRIC ...]
                                                        # comparisons of arms that raced apart
@@ -48,20 +47,14 @@ _MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 Row = dict[str, Any]
 
 
-def of_runs(words: Sequence[str]) -> list[Row]:
-    """The figures of encoders, each given as ARM=RUN:ENCODER; other words are the metrics to read,
-    as BENCHMARK/METRIC (none: all)."""
+def of_runs(arms: Sequence[str]) -> list[Row]:
+    """The figures of encoders, each given as ARM=RUN:ENCODER."""
     rows = []
-    metrics = [word for word in words if "=" not in word]
-    for arm in (word for word in words if "=" in word):
+    for arm in arms:
         name, folder, encoder = _parts(arm)
         run = Run.open(folder)
-        own = [
-            row
-            for row in run.result_rows
-            if row.model == encoder and row.protocol.get("level") != "detail"
-            if not metrics or f"{row.benchmark}/{row.metric}" in metrics
-        ]
+        own = [row for row in run.result_rows if row.model == encoder]
+        own = [row for row in own if row.protocol.get("level") != "detail"]
         if not own:
             raise ValueError(f"{folder} has no results of {encoder}")
         rows += [
@@ -90,8 +83,10 @@ def of_race(words: Sequence[str]) -> Any:
         before = entrants.get(name, race.Entrant(name, encoder, []))
         entrants[name] = replace(before, runs=[*before.runs, folder])
         seeds.setdefault(name, []).append(Run.open(folder).config.seed)
-        if seeds[name] != seeds["base"][: len(seeds[name])] or encoder != before.encoder:
-            raise ValueError(f"{arm}: wanted base first, then arms of one encoder in its seeds")
+        if encoder != before.encoder:
+            raise ValueError(f"{arm}: wanted one encoder for all runs of {name}")
+    if not seeds.keys() >= {"base", "ungrouped"} or len({*map(tuple, seeds.values())}) > 1:
+        raise ValueError(f"wanted base, ungrouped and others, each in the same seeds: got {seeds}")
     base, control = entrants["base"], entrants["ungrouped"]
     remedies = [entrant for entrant in entrants.values() if entrant is not base]
     benchmarks = {row.benchmark for row in Run(base.runs[0]).result_rows}

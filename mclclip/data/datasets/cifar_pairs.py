@@ -21,9 +21,9 @@ _GREY = 128
 def build(sources: Sources, seed: int) -> Splits:
     """Reads the images of ``--source cifar10=FOLDER`` and makes PNGs of 64 x 64, each image once.
 
-    Attributes are left and right, the classes of the two images, and pair, both in the order of the
-    alphabet. They lie in the middle of a grey
-    square, since a CLIP's centre crop would cut a picture that is twice as wide as high.
+    Attributes are left and right, the classes of the two images, and pair, which names both in the
+    order of the alphabet. The images lie in the middle of a grey square, since a CLIP's centre crop
+    would cut a picture that is twice as wide as high.
     """
     folder = sources.folder("cifar10")
 
