@@ -159,8 +159,11 @@ class Scale:
 
 
 def number(value: float) -> str:
-    """Formats a number for an axis, such as '0.5', '20k' or '1.5M'."""
+    """Formats a number for an axis, in few characters: '0.5', '20k', '1.5M' or '7.5e-4'."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
-    return f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
+    if 0 < abs(value) < 0.01:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"

@@ -228,7 +228,8 @@ def sentences(race: Standings) -> list[str]:
 
 
 def _describe(c: Comparison) -> str:
-    return f"{c.row.model} on {c.row.benchmark} ({c.texts()[2]} {c.row.unit.difference})"
+    metric = f"{c.row.benchmark}, {results.short_name(c.row.metric)}"
+    return f"{c.row.model} on {metric} ({c.texts()[2]} {c.row.unit.difference})"
 
 
 def _trust(race: Standings) -> str:

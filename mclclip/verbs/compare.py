@@ -92,7 +92,8 @@ class Comparison:
 
     def p_text(self) -> str:
         """Returns the corrected p-value, such as 'p = 0.03'."""
-        return f"p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)}"
+        text = _rounded(self.corrected)
+        return f"p {text}" if text.startswith("<") else f"p = {text}"
 
     def reason(self) -> str:
         """Says why verdict and interval disagree, if one shows a difference and the other does
@@ -497,4 +498,8 @@ def _lines(c: Comparison) -> dict[str, str]:
 
 
 def _rounded(p_value: float) -> str:
-    return f"{p_value:.2g}" if p_value >= 0.001 else "< 0.001"
+    """Two digits; a value is not rounded to the other side of the level that decides a verdict."""
+    if p_value < 0.001:
+        return "< 0.001"
+    text = f"{p_value:.2g}"
+    return f"< {LEVEL}" if p_value < LEVEL <= float(text) else text

@@ -1,10 +1,10 @@
-"""One epoch of a data loader with one worker, in a process of its own: ours, or open_clip's.
+"""An epoch of a data loader with one worker, in a process of its own: ours, or open_clip's.
 
-``python -m tests.benchmarks.loader_epoch exact|fast|open_clip JSON`` prints the seconds of one
-epoch as its last line. All loaders decode the same files to the crops of open_clip's training
-transform, ours with ``data.pixels`` exact or fast, tokenize with its tokenizer, and hand over
-batches. An epoch goes before it, so that neither starting the worker nor a cold file cache is in
-the figure; the process and its worker share one core.
+``python -m tests.benchmarks.loader_epoch exact|fast|open_clip JSON`` prints the seconds of an
+epoch, the median of three, as its last line. All loaders decode the same files to the crops of
+open_clip's training transform, ours with ``data.pixels`` exact or fast, tokenize with its
+tokenizer, and hand over batches. An epoch goes before them, so that neither starting the worker nor
+a cold file cache is in the figure; the process and its worker share one core.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -74,7 +75,7 @@ def open_clips(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterabl
 
 
 def main(whose: str, text: str) -> None:
-    """Reads two epochs and prints the seconds of the second."""
+    """Reads four epochs and prints the median of the seconds of the last three."""
     given = json.loads(text)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
@@ -85,14 +86,13 @@ def main(whose: str, text: str) -> None:
     else:
         WordEncoder(tokenizer, "lower")  # as training's own models have it
         loader = ours(given, fast_transform(transform) if whose == "fast" else transform, tokenizer)
-    for _ in range(2):
+    wanted, seconds = given["samples"] // given["batch"], []
+    for _ in range(4):
         before = time.perf_counter()
-        count = sum(1 for _ in loader)
-        seconds = time.perf_counter() - before
-    wanted = given["samples"] // given["batch"]
-    if count != wanted:
-        raise RuntimeError(f"the loader gave {count} batches: wanted {wanted}")
-    print(json.dumps(seconds))
+        if (count := sum(1 for _ in loader)) != wanted:
+            raise RuntimeError(f"the loader gave {count} batches: wanted {wanted}")
+        seconds.append(time.perf_counter() - before)
+    print(json.dumps(statistics.median(seconds[1:])))
 
 
 if __name__ == "__main__":

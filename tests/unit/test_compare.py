@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
     assert "+6 of 135 pairs: inside the noise (p = 0.062; the interval is of this" in words
     assert found[1].difference.low > 0 and "over 3 comparisons" in found[1].reason()
     assert "over 3 comparisons" in words and not found[2].reason()
+
+
+@pytest.mark.parametrize("corrected", [0.0, 9e-4, 0.001, 0.02, 0.0496, 0.04999, 0.05, 0.0504, 1.0])
+def test_a_p_value_is_shown_on_its_side_of_the_level(run_dir: Path, corrected: float) -> None:
+    (found,) = compare.run([run_dir], models=["concat"])
+    changed = replace(found, corrected=corrected)
+    sign, _, number = changed.p_text().removeprefix("p ").partition(" ")
+    is_below = float(number) <= compare.LEVEL if sign == "<" else float(number) < compare.LEVEL
+    assert is_below == (changed.verdict != "inside the noise")
+    assert float(number) == pytest.approx(corrected, abs=0.001)
 
 
 def test_a_comparison_has_one_p_value_whatever_is_shown_beside_it(run_dir: Path) -> None:

@@ -70,10 +70,17 @@ def test_an_axis_ends_at_round_numbers_that_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (0.25, "0.25"), (5e-05, "5e-05"), (12_000, "12k"), (2e6, "2M")],
+    [(0.0, "0"), (0.25, "0.25"), (5e-5, "5e-5"), (7.5e-4, "7.5e-4"), (12_000, "12k"), (2e6, "2M")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert charts.number(value) == text
+
+
+def test_labels_fit_beside_their_axis_at_every_scale() -> None:
+    tops = [number * 10.0**power for number in np.arange(1, 10, 0.1) for power in range(-8, 9)]
+    axes = [charts.Scale(*charts.round_ends(0.0, top), 0, 100).ticks() for top in tops]
+    assert max(len(charts.number(tick)) for ticks in axes for tick in ticks) <= 6
+    assert all(len({*map(charts.number, ticks)}) == len(ticks) for ticks in axes)
 
 
 def test_of_many_sizes_some_are_drawn_largest_first() -> None:

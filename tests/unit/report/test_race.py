@@ -49,10 +49,11 @@ def race_of(root: Path, shares: dict[str, float], num_seeds: int) -> tuple[Stand
 def test_a_remedy_that_wins_and_one_that_loses_are_named(tmp_path: Path) -> None:
     found, html = race_of(tmp_path, {"good": 0.8, "bad": 0.3}, 5)
     better, worse, base, trust = page.sentences(found)
-    assert better.startswith("Better than the ungrouped control beyond chance: good on pairs (+2")
-    assert worse.startswith("Worse than the ungrouped control beyond chance: bad on pairs (-2")
-    assert re.search(r"good on pairs \(\+\S+ points\) better", base)
-    assert re.search(r"bad on pairs \(-\S+ points\) worse", base)
+    end = "than the ungrouped control beyond chance"
+    assert better.startswith(f"Better {end}: good on pairs, average (+2")
+    assert worse.startswith(f"Worse {end}: bad on pairs, average (-2")
+    assert re.search(r"good on pairs, average \(\+\S+ points\) better", base)
+    assert re.search(r"bad on pairs, average \(-\S+ points\) worse", base)
     assert trust.startswith("Differences are paired within each of 5 seeds")
     verdicts = {c.row.model: c.verdict for c in found.whole["control"]}
     assert verdicts == {"good": "better", "bad": "worse"}

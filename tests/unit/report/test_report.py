@@ -134,6 +134,26 @@ def test_the_story_says_what_was_done(page: str) -> None:
     assert "which is +75.0 points against stage 0" in words and "“ungrouped” repeated" in words
 
 
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ({}, "Stage 0, the base It was trained by info_nce for 30 steps"),
+        ({"pretrained": "openai"}, "It began with the weights “openai” and was trained by"),
+        (
+            {"image_weights": "tower.safetensors"},
+            "Its image tower began with the weights of “tower.safetensors”. It was trained by",
+        ),
+    ],
+)
+def test_the_story_says_what_a_trained_base_began_with(
+    copied: Path, model: dict[str, str], sentence: str
+) -> None:
+    shutil.copytree(copied / "stage_1" / "train", copied / "stage_0" / "train")
+    path = copied / "config.yaml"
+    path.write_text(config.dump(config.load(path, [f"model.{k}={v}" for k, v in model.items()])))
+    assert sentence in words_of_run(copied, "story")
+
+
 def test_the_clusters_show_their_words_and_members(page: str) -> None:
     words = text_of(page, "clusters")
     stage_0 = words.partition("Stage 0")[2].partition("Stage 1")[0]
