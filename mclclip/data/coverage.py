@@ -187,6 +187,7 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
 
 _BATCHES, _MOST = 64, 1_000_000  # batches and samples that are counted
 _EACH = 100  # samples of a group, if there are many groups
+_LARGEST = 65_536  # batch without groups that is considered
 
 
 @dataclass(frozen=True)
@@ -198,12 +199,15 @@ class AttributeCoverage:
     learned. In groups of few values it is near the log of the batch.
 
     nats, nats_ungrouped  its mean over rows of batches of the plan, and of batches drawn at random
+    equal_batch           the batch, in doublings of the plan's, that leaves ``nats`` (or 0.05 less)
+                          if drawn at random; None: none up to ``_LARGEST`` or to all samples
     values                effective number of values: exp of the entropy, in nats
     values_in_group       the same within a group: exp of the mean entropy within a sample's group
     """
 
     nats: float
     nats_ungrouped: float
+    equal_batch: int | None
     values: float
     values_in_group: float
 
@@ -214,13 +218,23 @@ def attribute_coverage(codes: npt.NDArray[np.integer], plan: EpochPlan) -> Attri
     ids, size = plan.grouped.sample_ids, plan.global_batch
     steps = np.unique(np.linspace(0, plan.steps_per_epoch - 1, _BATCHES).astype(np.int64))
     random = np.random.default_rng([plan.seed, plan.stage])
-    drawn = (random.choice(len(ids), size, replace=size > len(ids)) for _ in steps)
+
+    def at_random(batch: int) -> float:
+        draws = (random.choice(len(ids), batch, replace=batch > len(ids)) for _ in steps)
+        return float(np.mean([_log_equal(codes[ids[rows]]) for rows in draws]))
+
+    nats = float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps]))
+    nats_ungrouped = at_random(size)
+    equal, most = size, min(_LARGEST, len(ids))
+    while equal <= most and at_random(equal) < nats - 0.05:
+        equal *= 2
     places, groups = _spread_groups(np.asarray(plan.grouped.group_starts))
     counted = codes[ids[places]]
     pairs = groups * (int(counted.max()) + 2) + counted
     return AttributeCoverage(
-        nats=float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps])),
-        nats_ungrouped=float(np.mean([_log_equal(codes[ids[batch]]) for batch in drawn])),
+        nats=nats,
+        nats_ungrouped=nats_ungrouped,
+        equal_batch=equal if equal <= most else None,
         values=len(counted) / math.exp(_log_equal(counted)),
         values_in_group=math.exp(_log_equal(groups) - _log_equal(pairs)),
     )
@@ -251,6 +265,10 @@ def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:
         grouped = ("", "")
         if len(plan.grouped.group_labels) > 1:
             without = f", {shares.nats_ungrouped:.2f} without groups"
+            if shares.equal_batch is None:
+                without += " (no larger batch leaves as much)"
+            elif shares.equal_batch > size:
+                without += f" (a batch of {shares.equal_batch:,} leaves as much)"
             grouped = f", {shares.values_in_group:.1f} in a group", without
         logger.info(
             "coverage of the attribute %s: %.1f effective values%s; reading it alone leaves "

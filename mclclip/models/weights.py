@@ -178,7 +178,7 @@ def find_weights(directory: Path) -> Path:
     for suffix in ("safetensors", "bin", "pth", "pt"):
         if weight_files := sorted(directory.glob(f"*.{suffix}")):
             return weight_files[0]
-    raise FileNotFoundError(f"{directory} has a {CONFIG} but no weights: export the model again")
+    raise FileNotFoundError(f"{directory} has {CONFIG} but no weights: export the model again")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

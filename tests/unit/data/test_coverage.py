@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mclclip.data import coverage
-from mclclip.data.coverage import attribute_coverage, check_coverage, coverage_report
+from mclclip.data.coverage import (
+    attribute_coverage,
+    check_coverage,
+    coverage_report,
+    report_attributes,
+)
 from mclclip.data.epoch_plan import EpochPlan, steps_per_epoch
 from mclclip.data.options import Policy
 from tests.batches import grouped_index
@@ -115,12 +122,34 @@ def test_what_an_attribute_leaves_of_a_batch_is_counted_in_the_batches_themselve
     assert counted.nats_ungrouped == pytest.approx(np.log(same).mean(), abs=0.05)
     assert counted.values == pytest.approx(32, rel=0.01)
     assert counted.values_in_group == pytest.approx(2, rel=0.01)
+    assert counted.equal_batch == 256  # ln(255 / 32) is 2.08; of 128 it is 1.5 on average
 
 
 def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
     codes = np.repeat(np.arange(8), 100)
     counted = attribute_coverage(codes, plan_of(codes, 20))
     assert (counted.nats, counted.values_in_group) == (pytest.approx(np.log(20)), 1.0)
+    assert counted.equal_batch == 160
+
+
+@pytest.mark.parametrize(("groups", "equal"), [(1, 8), (2_000, None)])
+def test_the_batch_that_does_without_groups(groups: int, equal: int | None) -> None:
+    """A value for every four samples: groups of eight leave nats that no batch leaves; where there
+    is one group, the batch of the plan is the one."""
+    numbers = np.arange(16_000)
+    counted = attribute_coverage(numbers // 4, plan_of(numbers * groups // 16_000, 8))
+    assert counted.equal_batch == equal
+
+
+@pytest.mark.parametrize(("values", "says"), [(32, "256"), (3_200, "no larger batch")])
+def test_the_log_says_whether_a_larger_batch_does_as_well(
+    values: int, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes = np.arange(6_400) * values // 6_400
+    index: Any = SimpleNamespace(attributes=["bar"], attribute=lambda name: (codes, [name]))
+    with caplog.at_level("INFO"):
+        report_attributes(index, plan_of(codes // 2, 16 if values == 32 else 4))
+    assert "attribute bar" in caplog.text and says in caplog.text
 
 
 def test_samples_without_a_value_are_not_told_apart() -> None:
