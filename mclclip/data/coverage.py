@@ -187,7 +187,6 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
 
 _BATCHES, _MOST = 64, 1_000_000  # batches and samples that are counted
 _EACH = 100  # samples of a group, if there are many groups
-_LARGEST = 65_536  # batch without groups that is considered
 
 
 @dataclass(frozen=True)
@@ -198,16 +197,15 @@ class AttributeCoverage:
     those of its value. Where this is near 0, the attribute solves the batch, and nothing else is
     learned. In groups of few values it is near the log of the batch.
 
-    nats, nats_ungrouped  its mean over rows of batches of the plan, and of batches drawn at random
-    equal_batch           the batch, in doublings of the plan's, that leaves ``nats`` (or 0.05 less)
-                          if drawn at random; None: none up to ``_LARGEST`` or to all samples
-    values                effective number of values: exp of the entropy, in nats
-    values_in_group       the same within a group: exp of the mean entropy within a sample's group
+    nats             its mean over rows of batches of the plan
+    nats_ungrouped   the same of batches without groups, by their size: that of the plan, and 4 and
+                     16 times as many if there are so many samples
+    values           effective number of values, each sample counted once: exp of the entropy
+    values_in_group  the same within a group: exp of the mean entropy within a sample's group
     """
 
     nats: float
-    nats_ungrouped: float
-    equal_batch: int | None
+    nats_ungrouped: dict[int, float]
     values: float
     values_in_group: float
 
@@ -215,26 +213,27 @@ class AttributeCoverage:
 def attribute_coverage(codes: npt.NDArray[np.integer], plan: EpochPlan) -> AttributeCoverage:
     """Counts the values ``codes`` [N] of an attribute in batches and groups of a plan. Samples
     without a value (-1) are not told apart either."""
-    ids, size = plan.grouped.sample_ids, plan.global_batch
+    ids, size, sums = plan.grouped.sample_ids, plan.global_batch, plan.grouped.weight_sums
     steps = np.unique(np.linspace(0, plan.steps_per_epoch - 1, _BATCHES).astype(np.int64))
     random = np.random.default_rng([plan.seed, plan.stage])
 
     def at_random(batch: int) -> float:
-        draws = (random.choice(len(ids), batch, replace=batch > len(ids)) for _ in steps)
-        return float(np.mean([_log_equal(codes[ids[rows]]) for rows in draws]))
+        if sums is None:
+            rows = random.choice(len(ids), batch, replace=batch > len(ids))
+        else:
+            rows = np.searchsorted(sums, random.integers(sums[-1], size=batch), side="right")
+        return _log_equal(codes[ids[rows]])
 
-    nats = float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps]))
-    nats_ungrouped = at_random(size)
-    equal, most = size, min(_LARGEST, len(ids))
-    while equal <= most and at_random(equal) < nats - 0.05:
-        equal *= 2
+    sizes = [size, *(batch for batch in (4 * size, 16 * size) if batch <= len(ids))]
     places, groups = _spread_groups(np.asarray(plan.grouped.group_starts))
     counted = codes[ids[places]]
     pairs = groups * (int(counted.max()) + 2) + counted
     return AttributeCoverage(
-        nats=nats,
-        nats_ungrouped=nats_ungrouped,
-        equal_batch=equal if equal <= most else None,
+        nats=float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps])),
+        nats_ungrouped={
+            batch: float(np.mean([at_random(batch) for _ in steps[: max(4, _MOST // batch)]]))
+            for batch in sizes
+        },
         values=len(counted) / math.exp(_log_equal(counted)),
         values_in_group=math.exp(_log_equal(groups) - _log_equal(pairs)),
     )
@@ -262,16 +261,14 @@ def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:
     size = plan.global_batch
     for name in index.attributes:
         shares = attribute_coverage(index.attribute(name)[0], plan)
-        grouped = ("", "")
+        within = ""
+        left = f"{shares.nats:.2f} of the {math.log(size):.2f} nats of a batch of {size:,}"
         if len(plan.grouped.group_labels) > 1:
-            without = f", {shares.nats_ungrouped:.2f} without groups"
-            if shares.equal_batch is None:
-                without += " (no larger batch leaves as much)"
-            elif shares.equal_batch > size:
-                without += f" (a batch of {shares.equal_batch:,} leaves as much)"
-            grouped = f", {shares.values_in_group:.1f} in a group", without
+            within = f", {shares.values_in_group:.1f} in a group"
+            left += f"; {shares.nats_ungrouped[size]:.2f} without groups"
+        for batch, nats in [*shares.nats_ungrouped.items()][1:]:
+            left += f", {nats:.2f} in a batch of {batch:,}"
         logger.info(
-            "coverage of the attribute %s: %.1f effective values%s; reading it alone leaves "
-            "%.2f of the %.2f nats of a batch of %s%s",
-            name, shares.values, grouped[0], shares.nats, math.log(size), f"{size:,}", grouped[1],
+            "coverage of the attribute %s: %.1f effective values%s; reading it alone leaves %s",
+            name, shares.values, within, left,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from mclclip.data.coverage import (
     report_attributes,
 )
 from mclclip.data.epoch_plan import EpochPlan, steps_per_epoch
+from mclclip.data.labels import SampleWeights
 from mclclip.data.options import Policy
 from tests.batches import grouped_index
 
@@ -102,8 +103,8 @@ def test_pooled_leftovers_make_the_number_certain() -> None:
 # --- attributes ----------------------------------------------------------------------------------
 
 
-def plan_of(labels: np.ndarray, batch: int) -> EpochPlan:
-    grouped = grouped_index(labels, (int(labels.max()) + 1,))
+def plan_of(labels: np.ndarray, batch: int, weights: SampleWeights | None = None) -> EpochPlan:
+    grouped = grouped_index(labels, (int(labels.max()) + 1,), weights)
     return EpochPlan(grouped, batch, "backoff", "round_robin", seed=0, stage=1, epoch=0)
 
 
@@ -119,48 +120,54 @@ def test_what_an_attribute_leaves_of_a_batch_is_counted_in_the_batches_themselve
         losses += [np.log((rows == row).sum()) for row in rows]
     assert counted.nats == pytest.approx(np.mean(losses), abs=0.03)
     same = 1 + random.binomial(15, 1 / 32, 100_000)
-    assert counted.nats_ungrouped == pytest.approx(np.log(same).mean(), abs=0.05)
+    assert counted.nats_ungrouped[16] == pytest.approx(np.log(same).mean(), abs=0.05)
     assert counted.values == pytest.approx(32, rel=0.01)
     assert counted.values_in_group == pytest.approx(2, rel=0.01)
-    assert counted.equal_batch == 256  # ln(255 / 32) is 2.08; of 128 it is 1.5 on average
+    for batch in (64, 256):
+        same = 1 + random.binomial(batch - 1, 1 / 32, 100_000)
+        assert counted.nats_ungrouped[batch] == pytest.approx(np.log(same).mean(), abs=0.05)
 
 
 def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
     codes = np.repeat(np.arange(8), 100)
     counted = attribute_coverage(codes, plan_of(codes, 20))
     assert (counted.nats, counted.values_in_group) == (pytest.approx(np.log(20)), 1.0)
-    assert counted.equal_batch == 160
 
 
-@pytest.mark.parametrize(("groups", "equal"), [(1, 8), (2_000, None)])
-def test_the_batch_that_does_without_groups(groups: int, equal: int | None) -> None:
-    """A value for every four samples: groups of eight leave nats that no batch leaves; where there
-    is one group, the batch of the plan is the one."""
-    numbers = np.arange(16_000)
-    counted = attribute_coverage(numbers // 4, plan_of(numbers * groups // 16_000, 8))
-    assert counted.equal_batch == equal
+def test_samples_with_weights_are_drawn_by_them() -> None:
+    """The value of half of the samples has a tenth of their weight."""
+    codes = np.repeat([0, 1], 2_000)
+    weights = SampleWeights(np.where(codes, 9.0, 1.0), np.ones(1), np.zeros(4_000, np.int32), None)
+    counted = attribute_coverage(codes, plan_of(np.zeros(4_000, int), 100, weights))
+    expected = 0.1 * np.log(10) + 0.9 * np.log(90)
+    assert counted.nats == pytest.approx(expected, abs=0.05)
+    assert counted.nats_ungrouped[100] == pytest.approx(expected, abs=0.05)
 
 
-@pytest.mark.parametrize(("values", "says"), [(32, "256"), (3_200, "no larger batch")])
-def test_the_log_says_whether_a_larger_batch_does_as_well(
-    values: int, says: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("groups", [1, 16])
+def test_the_log_says_what_larger_batches_leave(
+    groups: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    codes = np.arange(6_400) * values // 6_400
+    codes = np.arange(3_200) // 100
     index: Any = SimpleNamespace(attributes=["bar"], attribute=lambda name: (codes, [name]))
+    plan = plan_of(codes * groups // 32, 16)
     with caplog.at_level("INFO"):
-        report_attributes(index, plan_of(codes // 2, 16 if values == 32 else 4))
-    assert "attribute bar" in caplog.text and says in caplog.text
+        report_attributes(index, plan)
+    counted = attribute_coverage(codes, plan)
+    assert [*counted.nats_ungrouped] == [16, 64, 256]
+    numbers = [counted.nats, *[*counted.nats_ungrouped.values()][groups == 1 :]]
+    assert all(f" {number:.2f} " in caplog.text for number in numbers)
 
 
 def test_samples_without_a_value_are_not_told_apart() -> None:
     counted = attribute_coverage(np.full(400, -1), plan_of(np.zeros(400, int), 16))
-    assert counted.nats == counted.nats_ungrouped == pytest.approx(np.log(16))
+    assert counted.nats == counted.nats_ungrouped[16] == pytest.approx(np.log(16))
     assert (counted.values, counted.values_in_group) == pytest.approx((1, 1))
 
 
 def test_a_value_for_each_sample_leaves_nothing() -> None:
     counted = attribute_coverage(np.arange(52), plan_of(np.zeros(52, int), 12))
-    assert counted.nats == counted.nats_ungrouped == 0.0
+    assert counted.nats == 0.0 and counted.nats_ungrouped == {12: 0.0, 48: 0.0}
     assert (counted.values, counted.values_in_group) == pytest.approx((52, 52))
 
 
