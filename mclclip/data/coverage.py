@@ -198,14 +198,16 @@ class AttributeCoverage:
     learned. In groups of few values it is near the log of the batch.
 
     nats             its mean over rows of batches of the plan
-    nats_ungrouped   the same of batches without groups, by their size: that of the plan, and 4 and
-                     16 times as many if there are so many samples
-    values           effective number of values, each sample counted once: exp of the entropy
+    nats_ungrouped   the same without groups
+    larger           the same without groups of batches of 4 and 16 times the size, by size, if an
+                     epoch is as long
+    values           effective number of values, of up to a million samples: exp of the entropy
     values_in_group  the same within a group: exp of the mean entropy within a sample's group
     """
 
     nats: float
-    nats_ungrouped: dict[int, float]
+    nats_ungrouped: float
+    larger: dict[int, float]
     values: float
     values_in_group: float
 
@@ -215,25 +217,24 @@ def attribute_coverage(codes: npt.NDArray[np.integer], plan: EpochPlan) -> Attri
     without a value (-1) are not told apart either."""
     ids, size, sums = plan.grouped.sample_ids, plan.global_batch, plan.grouped.weight_sums
     steps = np.unique(np.linspace(0, plan.steps_per_epoch - 1, _BATCHES).astype(np.int64))
-    random = np.random.default_rng([plan.seed, plan.stage])
+    random, total = np.random.default_rng([plan.seed, plan.stage]), plan.grouped.num_draws
 
     def at_random(batch: int) -> float:
-        if sums is None:
-            rows = random.choice(len(ids), batch, replace=batch > len(ids))
-        else:
-            rows = np.searchsorted(sums, random.integers(sums[-1], size=batch), side="right")
-        return _log_equal(codes[ids[rows]])
+        losses = []
+        for _ in range(max(4, min(_BATCHES, _MOST // batch))):
+            rows = random.choice(total, batch, replace=batch > total)
+            if sums is not None:  # a draw belongs to the sample in whose part of the sums it lies
+                rows = np.searchsorted(sums, rows * (float(sums[-1]) / total), side="right")
+            losses.append(_log_equal(codes[ids[rows]]))
+        return float(np.mean(losses))
 
-    sizes = [size, *(batch for batch in (4 * size, 16 * size) if batch <= len(ids))]
     places, groups = _spread_groups(np.asarray(plan.grouped.group_starts))
     counted = codes[ids[places]]
     pairs = groups * (int(counted.max()) + 2) + counted
     return AttributeCoverage(
         nats=float(np.mean([_log_equal(codes[plan.batch(int(step)).ids]) for step in steps])),
-        nats_ungrouped={
-            batch: float(np.mean([at_random(batch) for _ in steps[: max(4, _MOST // batch)]]))
-            for batch in sizes
-        },
+        nats_ungrouped=at_random(size),
+        larger={batch: at_random(batch) for batch in (4 * size, 16 * size) if batch <= total},
         values=len(counted) / math.exp(_log_equal(counted)),
         values_in_group=math.exp(_log_equal(groups) - _log_equal(pairs)),
     )
@@ -256,18 +257,20 @@ def _log_equal(codes: npt.NDArray[np.integer]) -> float:
     return float((counts * np.log(counts)).sum() / len(codes))
 
 
+def _of_batch(nats: float, batch: int) -> str:
+    return f"{nats:.2f} of the {math.log(batch):.2f} nats of a batch of {batch:,}"
+
+
 def report_attributes(index: SampleIndex, plan: EpochPlan) -> None:
     """Logs for each attribute of the index what it leaves to be learned."""
     size = plan.global_batch
     for name in index.attributes:
         shares = attribute_coverage(index.attribute(name)[0], plan)
-        within = ""
-        left = f"{shares.nats:.2f} of the {math.log(size):.2f} nats of a batch of {size:,}"
+        within, left = "", _of_batch(shares.nats, size)
         if len(plan.grouped.group_labels) > 1:
             within = f", {shares.values_in_group:.1f} in a group"
-            left += f"; {shares.nats_ungrouped[size]:.2f} without groups"
-        for batch, nats in [*shares.nats_ungrouped.items()][1:]:
-            left += f", {nats:.2f} in a batch of {batch:,}"
+            left += f"; {shares.nats_ungrouped:.2f} without groups"
+        left = ", ".join([left, *(_of_batch(nats, n) for n, nats in shares.larger.items())])
         logger.info(
             "coverage of the attribute %s: %.1f effective values%s; reading it alone leaves %s",
             name, shares.values, within, left,

@@ -163,7 +163,7 @@ def number(value: float) -> str:
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
-    if 0 < abs(value) < 0.01:
+    if 0 < abs(value) < 1e-3:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.4g}"

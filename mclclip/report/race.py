@@ -208,12 +208,14 @@ def sentences(race: Standings) -> list[str]:
         [_describe(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
     )
     metrics = count_of(len(race.metrics), "main metric")
-    lines = [
-        f"Better than the ungrouped control beyond chance: {'; '.join(better)}."
-        if better
-        else "Nothing beats the ungrouped control: no remedy is better than it beyond chance in "
-        f"any of {metrics}."
-    ]
+    lines = []
+    if better:
+        lines.append(f"Better than the ungrouped control beyond chance: {'; '.join(better)}.")
+    elif control:  # empty in a race of the control alone
+        lines.append(
+            "Nothing beats the ungrouped control: no remedy is better than it beyond chance in "
+            f"any of {metrics}."
+        )
     if worse:
         lines.append(f"Worse than the ungrouped control beyond chance: {'; '.join(worse)}.")
     base = [c for c in race.whole["base"] if c.verdict != "inside the noise"]

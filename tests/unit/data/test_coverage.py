@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,12 +121,12 @@ def test_what_an_attribute_leaves_of_a_batch_is_counted_in_the_batches_themselve
         losses += [np.log((rows == row).sum()) for row in rows]
     assert counted.nats == pytest.approx(np.mean(losses), abs=0.03)
     same = 1 + random.binomial(15, 1 / 32, 100_000)
-    assert counted.nats_ungrouped[16] == pytest.approx(np.log(same).mean(), abs=0.05)
+    assert counted.nats_ungrouped == pytest.approx(np.log(same).mean(), abs=0.05)
     assert counted.values == pytest.approx(32, rel=0.01)
     assert counted.values_in_group == pytest.approx(2, rel=0.01)
     for batch in (64, 256):
         same = 1 + random.binomial(batch - 1, 1 / 32, 100_000)
-        assert counted.nats_ungrouped[batch] == pytest.approx(np.log(same).mean(), abs=0.05)
+        assert counted.larger[batch] == pytest.approx(np.log(same).mean(), abs=0.05)
 
 
 def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
@@ -134,14 +135,34 @@ def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
     assert (counted.nats, counted.values_in_group) == (pytest.approx(np.log(20)), 1.0)
 
 
+def weights_of(values: np.ndarray, per_epoch: int | None = None) -> SampleWeights:
+    return SampleWeights(values, np.ones(1), np.zeros(len(values), np.int32), per_epoch)
+
+
 def test_samples_with_weights_are_drawn_by_them() -> None:
     """The value of half of the samples has a tenth of their weight."""
     codes = np.repeat([0, 1], 2_000)
-    weights = SampleWeights(np.where(codes, 9.0, 1.0), np.ones(1), np.zeros(4_000, np.int32), None)
-    counted = attribute_coverage(codes, plan_of(np.zeros(4_000, int), 100, weights))
+    plan = plan_of(np.zeros(4_000, int), 100, weights_of(np.where(codes, 9.0, 1.0)))
+    counted = attribute_coverage(codes, plan)
     expected = 0.1 * np.log(10) + 0.9 * np.log(90)
     assert counted.nats == pytest.approx(expected, abs=0.05)
-    assert counted.nats_ungrouped[100] == pytest.approx(expected, abs=0.05)
+    assert counted.nats_ungrouped == pytest.approx(expected, abs=0.05)
+
+
+def test_draws_of_weighted_samples_are_spread_as_an_epoch_spreads_them() -> None:
+    """A sample of weight 1 comes once in an epoch of so many draws, so not twice in a batch."""
+    ones = weights_of(np.full(512, 1.0), 512)
+    counted = attribute_coverage(np.arange(512), plan_of(np.zeros(512, int), 64, ones))
+    assert counted.nats == counted.nats_ungrouped == 0.0 and counted.larger == {256: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "batches"), [(300, []), (1_000, [400]), (20_000, [400, 1600])]
+)
+def test_larger_batches_are_those_that_an_epoch_has(per_epoch: int, batches: list[int]) -> None:
+    weights = weights_of(np.ones(2_000), per_epoch)
+    counted = attribute_coverage(np.arange(2_000), plan_of(np.zeros(2_000, int), 100, weights))
+    assert [*counted.larger] == batches
 
 
 @pytest.mark.parametrize("groups", [1, 16])
@@ -154,20 +175,24 @@ def test_the_log_says_what_larger_batches_leave(
     with caplog.at_level("INFO"):
         report_attributes(index, plan)
     counted = attribute_coverage(codes, plan)
-    assert [*counted.nats_ungrouped] == [16, 64, 256]
-    numbers = [counted.nats, *[*counted.nats_ungrouped.values()][groups == 1 :]]
-    assert all(f" {number:.2f} " in caplog.text for number in numbers)
+    numbers = [counted.nats, np.log(16), 16, *[counted.nats_ungrouped] * (groups > 1)]
+    for batch, nats in counted.larger.items():
+        numbers += [nats, np.log(batch), batch]
+    _, _, left = caplog.messages[-1].partition("leaves")
+    assert [float(n) for n in re.findall(r"\d+(?:\.\d+)?", left)] == pytest.approx(
+        numbers, abs=0.005
+    )
 
 
 def test_samples_without_a_value_are_not_told_apart() -> None:
     counted = attribute_coverage(np.full(400, -1), plan_of(np.zeros(400, int), 16))
-    assert counted.nats == counted.nats_ungrouped[16] == pytest.approx(np.log(16))
+    assert (counted.nats, counted.nats_ungrouped) == pytest.approx((np.log(16), np.log(16)))
     assert (counted.values, counted.values_in_group) == pytest.approx((1, 1))
 
 
 def test_a_value_for_each_sample_leaves_nothing() -> None:
     counted = attribute_coverage(np.arange(52), plan_of(np.zeros(52, int), 12))
-    assert counted.nats == 0.0 and counted.nats_ungrouped == {12: 0.0, 48: 0.0}
+    assert counted.nats == counted.nats_ungrouped == 0.0 and counted.larger == {48: 0.0}
     assert (counted.values, counted.values_in_group) == pytest.approx((52, 52))
 
 

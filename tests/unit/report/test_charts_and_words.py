@@ -76,7 +76,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert charts.number(value) == text
 
 
-def test_labels_fit_beside_their_axis_at_every_scale() -> None:
+def test_labels_of_axes_from_0_fit_and_differ_at_every_scale() -> None:
     tops = [number * 10.0**power for number in np.arange(1, 10, 0.1) for power in range(-8, 9)]
     axes = [charts.Scale(*charts.round_ends(0.0, top), 0, 100).ticks() for top in tops]
     assert max(len(charts.number(tick)) for ticks in axes for tick in ticks) <= 6

@@ -68,6 +68,13 @@ def test_where_nothing_beats_the_control_it_says_so(tmp_path: Path) -> None:
     assert "0 of 2</b><span>remedies better" in html
 
 
+def test_the_control_alone_is_compared_with_the_base_alone(tmp_path: Path) -> None:
+    found, html = race_of(tmp_path, {}, 2)
+    base, trust = page.sentences(found)
+    assert base.startswith("Against the base") and trust.startswith("Differences are paired")
+    assert "Nothing beats" not in html
+
+
 def test_one_seed_is_said_to_be_one(tmp_path: Path) -> None:
     found, html = race_of(tmp_path, {"good": 0.8}, 1)
     assert "another seed may differ" in html

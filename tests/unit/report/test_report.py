@@ -140,8 +140,8 @@ def test_the_story_says_what_was_done(page: str) -> None:
         ({}, "Stage 0, the base It was trained by info_nce for 30 steps"),
         ({"pretrained": "openai"}, "It began with the weights “openai” and was trained by"),
         (
-            {"image_weights": "tower.safetensors"},
-            "Its image tower began with the weights of “tower.safetensors”. It was trained by",
+            {"image_weights": "a.safetensors"},
+            "It began with the image tower of “a.safetensors” and",
         ),
     ],
 )
