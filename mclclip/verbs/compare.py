@@ -91,9 +91,11 @@ class Comparison:
         )
 
     def p_text(self) -> str:
-        """Returns the corrected p-value, such as 'p = 0.03'."""
-        text = _rounded(self.corrected)
-        return f"p {text}" if text.startswith("<") else f"p = {text}"
+        """Returns the corrected p-value, such as 'p = 0.03', not rounded to across the level."""
+        p, text = self.corrected, f"{self.corrected:.2g}"
+        if p < 0.001:
+            return "p < 0.001"
+        return f"p < {LEVEL}" if p < LEVEL <= float(text) else f"p = {text}"
 
     def reason(self) -> str:
         """Says why verdict and interval disagree, if one shows a difference and the other does
@@ -459,7 +461,7 @@ def _cells(c: Comparison, head: str) -> dict[str, str]:
         "difference": change,
         "95 % interval": f"{low} to {high}",
         "items": "-" if d.items is None else f"{d.items:+g} of {c.row.count}",
-        "p": _rounded(c.corrected),
+        "p": c.p_text().removeprefix("p ").removeprefix("= "),
         "verdict": c.verdict,
     }
 
@@ -495,11 +497,3 @@ def _lines(c: Comparison) -> dict[str, str]:
         "p": cells["p"],
         "verdict": results.wrap_name(c.verdict, 10),
     }
-
-
-def _rounded(p_value: float) -> str:
-    """Two digits; a value is not rounded to the other side of the level that decides a verdict."""
-    if p_value < 0.001:
-        return "< 0.001"
-    text = f"{p_value:.2g}"
-    return f"< {LEVEL}" if p_value < LEVEL <= float(text) else text
