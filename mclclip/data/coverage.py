@@ -199,8 +199,8 @@ class AttributeCoverage:
 
     nats             its mean over rows of batches of the plan
     nats_ungrouped   the same without groups
-    larger           the same without groups of batches of 4 and 16 times the size, by size, if an
-                     epoch is as long
+    larger           the same without groups, by batch size: of batches 4 and 16 times as large, as
+                     far as an epoch has so many samples
     values           effective number of values, of up to a million samples: exp of the entropy
     values_in_group  the same within a group: exp of the mean entropy within a sample's group
     """

@@ -91,7 +91,7 @@ class Comparison:
         )
 
     def p_text(self) -> str:
-        """Returns the corrected p-value, such as 'p = 0.03', not rounded to across the level."""
+        """Returns the corrected p-value, such as 'p = 0.03'; rounding keeps its side of LEVEL."""
         p, text = self.corrected, f"{self.corrected:.2g}"
         if p < 0.001:
             return "p < 0.001"
