@@ -8,6 +8,7 @@ which errors are raised.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mclclip.data.findings import Findings
+from mclclip.data.json_captions import NamedTexts, captions_of_json, is_table
 from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
-from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_json, present_columns
+from mclclip.data.table_formats import IMAGE_COLUMNS, present_columns
 from mclclip.data.tables import open_table
+from mclclip.data.text_tables import refuse_misread
 from mclclip.data.training_images import Readable
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
-from mclclip.util.files import below
+from mclclip.util.files import below, read_json
 
 ProtocolName = Literal[
     "coco_val2017_5k_first5",
@@ -169,18 +172,18 @@ def _are_in_shards(captions: str) -> bool:
 def _join(
     root: Path, texts: NamedTexts, protocol: ProtocolName, path: Path, part: str
 ) -> ImageTexts:
-    """Makes images and captions of names of files below ``root``. Equal names are one image.
+    """Makes images and captions of names of files below ``root``. Names of one path are one image.
 
     Raises ValueError if the protocol demands other numbers, and for a file outside of ``root``. For
     its message, ``path`` is the file that has the names, and ``part`` what was read of it, for
     example " in the split 'test'".
     """
     rule, (names, pairs) = CAPTION_RULES[protocol], texts
-    rows = {name: row for row, name in enumerate(names)}
+    rows = {name: row for row, name in enumerate(dict.fromkeys(map(os.path.normpath, names)))}
     counts: Counter[int] = Counter()
     owners, captions = [], []
     for name, caption in pairs:
-        row = rows.setdefault(name, len(rows))
+        row = rows.setdefault(os.path.normpath(name) if name else name, len(rows))
         counts[row] += 1
         if counts[row] <= (rule.captions_per_image or math.inf):
             owners.append(row)
@@ -217,7 +220,7 @@ def _caption_files(folder: Path, images: Path) -> NamedTexts:
 
 def _caption_table(path: Path, split: str | None) -> NamedTexts:
     """Reads the rows of ``split`` (None: all) of a table; ``open_table`` finds the columns."""
-    table = open_table(path)
+    table, findings = open_table(path), Findings()
     needed = {"title": table.caption_columns, "split": not split or "split" in table.columns}
     if missing := [what for what, there in needed.items() if not there]:
         raise ValueError(
@@ -226,8 +229,15 @@ def _caption_table(path: Path, split: str | None) -> NamedTexts:
         )
     if table.holds_images:
         raise ValueError(f"{path} holds images: pack it, and give the folder of its shards")
-    rows = (r for r in table.rows(Findings()) if not split or r.metadata.get("split") == split)
-    return (), [(row.path, text) for row in rows for text in row.captions]
+    rows = [r for r in table.rows(findings) if not split or r.metadata.get("split") == split]
+    refuse_misread(path, findings)
+    return (), [(row.path, text) for row in rows for text in row.captions if is_caption(text)]
+
+
+def _caption_document(path: Path, split: str | None) -> NamedTexts:
+    """Reads a list of objects, such as ``{image, caption}``, or the layouts of a .json."""
+    is_list = is_table(read_json(path))
+    return _caption_table(path, split) if is_list else captions_of_json(path, split)
 
 
 def _caption_lines(path: Path, split: str | None) -> NamedTexts:
@@ -263,7 +273,7 @@ def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
 _READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
     ".csv": _caption_table,
     ".tsv": _caption_table,
-    ".json": captions_of_json,
+    ".json": _caption_document,
     ".parquet": _caption_table,
     ".jsonl": _caption_lines,
     ".jsonlines": _caption_lines,

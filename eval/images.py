@@ -25,7 +25,7 @@ from mclclip.data.index_tables import Shard, join_rows
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
-from mclclip.data.text_tables import csv_format
+from mclclip.data.text_tables import csv_format, refuse_misread
 from mclclip.util.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
@@ -97,7 +97,9 @@ def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, 
             f"{path} has the columns {[*table.columns]}, missing {missing}: its first line must "
             f"name them, such as '{delimiter.join(columns)}'"
         )
-    rows = table.rows(Findings())
+    findings = Findings()
+    rows = [*table.rows(findings)]
+    refuse_misread(path, findings)
     return [(str(path.parent / line), [str(row[name]) for name in columns]) for line, row in rows]
 
 

@@ -66,6 +66,8 @@ REASONS = {
     "sub_folder": "folders within the folder of a class, left out",
     "open_quote": "lines within a quotation mark that is never closed, read as rows of their own: "
     "a quotation mark within a caption is doubled",
+    "joined_lines": "lines that a quotation mark has joined to one row, which does not end as it "
+    "began: a quotation mark within a caption is doubled",
     "extra_cells": "rows with more cells than the header, of which the rest is not read: put "
     "captions that hold the delimiter in quotation marks",
     "uncaptioned": "images without any caption where captions are needed, left out",
@@ -146,6 +148,7 @@ class Findings:
     def lines(self) -> list[str]:
         """Returns one line for each reason, with its text from `REASONS`."""
         return [
-            f"{n} {REASONS.get(r.partition(':')[0], r)} ({r}), e.g. {', '.join(e[:3])}"
+            f"{n} {REASONS.get(r.partition(':')[0], r)} ({r}), e.g. "
+            + ", ".join(each if len(each) <= 100 else f"{each[:100]}..." for each in e[:3])
             for r, (n, e) in sorted(self._by_reason.items())
         ]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
@@ -55,6 +57,51 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
 def _is_text(name: str) -> bool:
     """Returns True if a file name is UTF-8; in Python other bytes are surrogates."""
     return name.encode(errors="replace").decode() == name
+
+
+class PictureFinder:
+    """Finds the pictures that a table names below a folder.
+
+    A name starts from the folder, or from that of the table if it lies within, or else from the one
+    sub-folder in which there is such a file, as COCO's ``train2017``.
+
+    ask   makes the error for a name with several files, of a message and one of the starts
+    """
+
+    def __init__(
+        self, root: Path, table: Path, roots: Roots, ask: Callable[[str, Path], ValueError]
+    ) -> None:
+        self._folder, self._root = root, os.path.abspath(root)
+        self._roots, self._ask = roots, ask
+        beside = os.path.abspath(table if table.is_dir() else table.parent)
+        within = beside.startswith(self._root + os.sep)
+        self._starts = [self._root, *[beside] * within]
+
+    def find(self, name: str) -> str:
+        """Returns the path of a picture from the folder; ``name`` itself if there is none.
+
+        Two spellings of one path give the same. Raises the error of ``ask`` if two files fit.
+        """
+        starts = [start for start in self._starts if os.path.isfile(os.path.join(start, name))]
+        path = os.path.normpath(name)
+        if not starts and not os.path.isabs(path) and "\0" not in path:
+            head, base = os.path.split(path)
+            ends = f"{os.sep}{head}" if head else ""
+            starts = [p.removesuffix(ends) for p in self._places[base] if p.endswith(ends)]
+        if len({os.path.realpath(os.path.join(start, name)) for start in starts}) > 1:
+            first, second = (
+                self._folder / os.path.relpath(start, self._root) for start in starts[:2]
+            )
+            raise self._ask(f"{name} is in {first} and in {second}, choose one", first)
+        return os.path.relpath(os.path.join(starts[0], path), self._root) if starts else path
+
+    @cached_property
+    def _places(self) -> Mapping[str, list[str]]:
+        """The folders with a file of each name; they are listed when a name needs a look at all."""
+        places: dict[str, list[str]] = defaultdict(list)
+        for path in walk(Path(self._root), self._roots, Findings()):
+            places[path.name].append(str(path.parent))
+        return places
 
 
 def folder_format(folder: Path, roots: Roots) -> Format:

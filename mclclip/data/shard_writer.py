@@ -19,7 +19,7 @@ from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
-from mclclip.run.artifacts import read_identity
+from mclclip.run.artifacts import INTENT, is_finished, read_identity
 from mclclip.util.files import Record, record_of, remove_leftovers, whole_file
 
 PACKED_FROM = "packed_from"
@@ -149,3 +149,17 @@ def check_foreign(out: Path, verb: str, *folders: str) -> None:
             f"{shard.parent} holds shards that 'mclclip {verb}' did not write, such as "
             f"{shard.name}: use another folder"
         )
+
+
+def refuse_unfinished(paths: Iterable[str | Path]) -> None:
+    """Raises ValueError if one of the files lies in a folder of shards that was not finished.
+
+    Each of its shards is whole, but samples are missing.
+    """
+    folders = {Path(path).parent for path in paths}
+    for folder in sorted(folders | {folder.parent for folder in folders}):
+        if (folder / INTENT).exists() and not is_finished(folder):
+            raise ValueError(
+                f"{folder} is not finished, since what writes it was ended or still runs: type "
+                "that command again"
+            )

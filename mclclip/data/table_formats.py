@@ -1,4 +1,4 @@
-"""Reads images and captions from JSON lines, JSON, Parquet, Arrow and tar shards, as tables.
+"""Reads images and captions from JSON lines, Parquet, Arrow and tar shards, as tables.
 
 Each format is a `Format`: its columns, and a function that yields (where, {column: value}) for
 each row. The value of an image is the name of a file, the bytes of the image, or Hugging Face's
@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +35,7 @@ from mclclip.data.shard_scan import (
     parse_captions,
     read_member,
 )
-from mclclip.util.files import message_of, parse_json, read_json
+from mclclip.util.files import message_of, parse_json
 
 IMAGE_COLUMNS = (
     "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"
@@ -50,8 +50,6 @@ Fields = dict[str, Any]
 Rows = Iterator[tuple[str, Fields]]
 Ask = Callable[..., ValueError]
 """Makes the error for something ambiguous: what it is, and the word of the command to type."""
-NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
-"""All images by their file names, with or without a caption; and (file name, caption) pairs."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,7 @@ class Format:
     count       number of rows; None: not known
     fixed       the columns of images and of captions, if the format has no other columns
     unreadable  the types of columns that cannot be read, by name
+    lacking     a file that lacks a column of the first file, by the column
     """
 
     columns: Fields
@@ -70,11 +69,18 @@ class Format:
     count: int | None = None
     fixed: tuple[str, str] | None = None
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    lacking: Mapping[str, Path] = field(default_factory=dict)
 
 
 def is_stored(value: Any) -> bool:
     """Returns True if a value is an image: bytes, or Hugging Face's struct of bytes and path."""
     return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
+
+
+def holds_bytes(value: Any) -> bool:
+    """Returns True for the bytes of an image, and False for a name, which a struct may have too."""
+    is_name = isinstance(value, dict) and not value.get("bytes") and value.get("path")
+    return is_stored(value) and not is_name
 
 
 def present_columns(columns: Fields, names: Sequence[str]) -> list[str]:
@@ -105,13 +111,20 @@ def _lines(files: Sequence[Path]) -> Format:
                         raise ValueError(f"{path} line {number} is not an object of columns")
                     yield where, fields
 
+    return Format(examples_of(rows(Findings())), rows)
+
+
+def examples_of(rows: Rows) -> Fields:
+    """Returns an example value of each column of the first rows.
+
+    The first row may be odd: a text is a better example than a number, and a number than null.
+    """
     columns: Fields = {}
-    for _, fields in itertools.islice(rows(Findings()), _EXAMPLES):
-        # The first row may be odd: a text is a better example than a number, a number than null.
+    for _, fields in itertools.islice(rows, _EXAMPLES):
         for name, value in fields.items():
             if _rank(value) > _rank(columns.get(name, None)) or name not in columns:
                 columns[name] = value
-    return Format(columns, rows)
+    return columns
 
 
 def is_missing(value: Any) -> bool:
@@ -123,33 +136,27 @@ def _rank(value: Any) -> int:
     return 2 if isinstance(value, str | list) else int(not is_missing(value))
 
 
-def _json(files: Sequence[Path]) -> Format:
-    (path,) = files
-    names, pairs = _entries_of_json(path, None, strict=False)
-
-    def rows(_: Findings) -> Rows:
-        yield from ((path.name, {"file_name": name, "caption": []}) for name in names)
-        for number, (name, text) in enumerate(pairs, start=1):
-            yield f"{path.name} caption {number}", {"file_name": name, "caption": text}
-
-    return Format({"file_name": "", "caption": ""}, rows, fixed=("file_name", "caption"))
-
-
 def _arrow(files: Sequence[Path]) -> Format:
     """Opens Parquet, or Arrow: streams, which ``datasets`` saves, and files, such as Feather's."""
     count = 0
-    for path in reversed(files):
+    schemas: list[pa.Schema] = []
+    for path in files:
         with _one_line(path):
-            if path.suffix == ".parquet":
+            if path.suffix.lower() == ".parquet":
                 with pq.ParquetFile(path) as file:
-                    schema, rows_of_file = file.schema_arrow, file.metadata.num_rows
-                count += rows_of_file
+                    schemas.append(file.schema_arrow)
+                    count += file.metadata.num_rows
             else:
                 with _open_arrow(path) as (schema, _):
-                    pass
-    check_once(files[0], schema.names)
+                    schemas.append(schema)
+    check_once(files[0], schemas[0].names)
     batches = partial(map, lambda path: (path.name, _batches(path)), files)
-    return arrow_format(schema, count or None, batches)
+    lacking = {
+        name: path
+        for path, schema in zip(files, schemas, strict=True)
+        for name in {*schemas[0].names} - {*schema.names}
+    }
+    return replace(arrow_format(schemas[0], count or None, batches), lacking=lacking)
 
 
 def arrow_format(
@@ -217,7 +224,7 @@ def _decode(data: bytes | None) -> str | None:
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a file in small batches, so that no row group is held in memory."""
     with _one_line(path):
-        if path.suffix != ".parquet":
+        if path.suffix.lower() != ".parquet":
             with _open_arrow(path) as (_, batches):
                 yield from batches
             return
@@ -301,7 +308,8 @@ def _tars(files: Sequence[Path]) -> Format:
     """Opens WebDataset's shards.
 
     Captions are the list ``captions`` of a sample's ``.json``, or else its ``.txt``, or else
-    another field of the ``.json`` that has the name of a column of captions.
+    another field of the ``.json`` that has the name of a column of captions. If the first sample
+    has several of these and nothing else, the columns are those of its ``.json``.
     """
 
     def texts() -> Iterator[bytes]:
@@ -327,7 +335,12 @@ def _tars(files: Sequence[Path]) -> Format:
                         yield where, _sample(file, where, group, image, form, findings)
 
     _, first = next(rows(Findings()), ("", {}))
-    return Format({"image": b"", "captions": "", **first}, rows, fixed=("image", "captions"))
+    texts_of_first = first.pop("captions", "")
+    several = present_columns(first, CAPTION_COLUMNS)
+    if len(several) > 1 and texts_of_first == first[several[0]]:
+        return Format(first, rows)
+    columns = {"image": b"", "captions": texts_of_first, **first}
+    return Format(columns, rows, fixed=("image", "captions"))
 
 
 def _sample(
@@ -352,7 +365,8 @@ def _sample(
     except TextFault as fault:
         findings.add(fault.reason, where)
     facts = facts if isinstance(facts, dict) else {}
-    if isinstance(facts.get("captions"), list) or not texts:
+    listed = facts.get("captions")
+    if (isinstance(listed, list) and listed) or not texts:
         names = ("captions", *present_columns(facts, CAPTION_COLUMNS))
         texts = next((facts[name] for name in names if facts.get(name)), [])
     data = os.pread(file.fileno(), image[1], image[0])
@@ -363,93 +377,11 @@ def _sample(
     }
 
 
-# --- captions in one JSON document ---------------------------------------------------------------
-
-
-def captions_of_json(path: Path, split: str | None = None) -> NamedTexts:
-    """Reads file names and captions from a JSON document.
-
-    Its layout is COCO's, Karpathy's (of which one ``split`` is read), ShareGPT4V's, or a list of
-    objects such as ``{image, caption}``. Raises ValueError for other content.
-    """
-    names, pairs = _entries_of_json(path, split, strict=True)
-    texts = [*names, *(item for pair in pairs for item in pair)]
-    if strange := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
-    return names, pairs
-
-
-def _entries_of_json(path: Path, split: str | None, *, strict: bool) -> NamedTexts:
-    """Reads file names and captions, which may be null unless ``strict``."""
-    content = read_json(path)
-    keys = content.keys() if isinstance(content, dict) else set()
-    try:
-        if isinstance(content, list):
-            return (), [pair for entry in content for pair in _pairs_of(entry)]
-        if {"images", "annotations"} <= keys:
-            return _coco(content, path, strict)
-        if "images" in keys and all("sentences" in image for image in content["images"]):
-            return _karpathy(content, split)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} lacks a field of COCO's, Karpathy's or ShareGPT4V's layout, or has another "
-            f"type there: {error!r}"
-        ) from None
-    raise ValueError(
-        f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split (images "
-        "with sentences), nor a list of objects such as {image, caption}"
-    )
-
-
-def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
-    """Returns the (file name, caption) pairs of an object.
-
-    In ShareGPT4V's layout the caption is the first ``value`` that is ``from`` "gpt". Otherwise the
-    fields are used that have the names of columns of images and of captions.
-    """
-    if not isinstance(entry, dict):
-        return [(None, None)]
-    image = next((entry[name] for name in present_columns(entry, IMAGE_COLUMNS)), None)
-    texts: Any = next((entry[name] for name in present_columns(entry, CAPTION_COLUMNS)), None)
-    if "conversations" in entry:
-        turns = entry["conversations"]
-        texts = next((turn["value"] for turn in turns if turn.get("from") == "gpt"), None)
-    return [(image, text) for text in (texts if isinstance(texts, list) and texts else [texts])]
-
-
-def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
-    for kind, needed in (("images", {"id", "file_name"}), ("annotations", {"image_id"})):
-        for number, entry in enumerate(content[kind], start=1):
-            fits = isinstance(entry, dict) and needed <= entry.keys()
-            if not fits or any(isinstance(entry[name], list | dict) for name in needed):
-                raise ValueError(
-                    f"{path} has {str(entry)[:100]!r} as number {number} of {kind!r}, wanted an "
-                    f"object with {' and '.join(sorted(needed))}"
-                )
-    names = {image["id"]: image["file_name"] for image in content["images"]}
-    strangers = {a["image_id"] for a in content["annotations"]} - names.keys()
-    if strangers and strict:
-        raise ValueError(
-            f"{path} has captions of images it does not list, such as {min(strangers, key=str)}"
-        )
-    pairs = [(names.get(a["image_id"]), a.get("caption")) for a in content["annotations"]]
-    return dict.fromkeys(names.values()), pairs  # type: ignore[return-value]
-
-
-def _karpathy(content: Mapping[str, Any], split: str | None) -> NamedTexts:
-    return (), [
-        (str(Path(image.get("filepath", "")) / image["filename"]), sentence.get("raw"))
-        for image in content["images"]
-        if split is None or image["split"] == split
-        for sentence in image["sentences"]
-    ]
-
-
 KINDS: Mapping[str, str] = (
     dict.fromkeys(DELIMITERS, "csv")
     | dict.fromkeys(LINES, "lines")
     | {".json": "json", ".parquet": "arrow", ".arrow": "arrow", ".tar": "tars"}
 )
-FORMATS = {"lines": _lines, "json": _json, "arrow": _arrow, "tars": _tars}
+FORMATS = {"lines": _lines, "arrow": _arrow, "tars": _tars}
 SEVERAL = ("folder", "arrow", "tars")
 """Kinds of formats in which a data set may have several files."""

@@ -1,60 +1,54 @@
 """Opens images with captions in the usual formats, and yields them as one kind of rows.
 
-`open_table` finds the files of a data set, opens them by their format (`table_formats`), and finds
-the columns of images and of captions by their names. If something is missing or ambiguous, the
-error says what to type.
+`open_table` finds the files of a data set (`table_files`), opens them by their format
+(`table_formats`), and finds the columns of images and of captions by their names. If something is
+missing or ambiguous, the error says what to type.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from pathlib import Path
 from typing import Any
 
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
-from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.findings import Findings
 from mclclip.data.hub_tables import open_split
+from mclclip.data.json_captions import json_format
 from mclclip.data.picture_folders import folder_format, walk
+from mclclip.data.table_files import find_files
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
-    DELIMITERS,
     FORMATS,
     IMAGE_COLUMNS,
     KINDS,
-    LINES,
     SEVERAL,
     Ask,
     Fields,
     Format,
     Rows,
+    holds_bytes,
     is_stored,
     present_columns,
 )
 from mclclip.data.text_tables import csv_format, delimiter_of
 from mclclip.util import advice
-from mclclip.util.files import Roots, digest_file, digest_json
+from mclclip.util.files import Roots, digest_file, digest_json, parse_json
 from mclclip.util.options import protocol_of, refuse_url
 
 log = logging.getLogger("mclclip")
 
-_TABLES = (*DELIMITERS, *LINES, ".json")
-_SHARDED = (".arrow", ".tar", ".parquet")  # the first kind in a folder is read
 _FEW, _SMALL_BYTES = 10_000, 1 << 14
 _NUMBERED = re.compile(rf"({'|'.join(CAPTION_COLUMNS)})[_ -]?\d+")
 _TEXTS_OF_LISTS = ("raw", *CAPTION_COLUMNS)  # fields of structs in lists that hold captions
 _ITEM = re.compile(r"""\s*('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")\s*,?""")
-_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
-_TRIED = 20  # rows whose pictures are looked for
-_NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # such as -00001-of-00007 in a file name
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +136,10 @@ def open_table(
     layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files; or a
     data set of the Hugging Face hub (`hub_tables`).
 
-    File names start from the folder, or, if no picture is there, from its first sub-folder that has
-    one. Texts beside pictures, and linked folders, must lie below the folder or ``allow_roots``.
-    Raises FileNotFoundError, and ValueError if columns or files are missing or ambiguous. The
-    message completes the user's ``command``; an empty one takes the first of several columns.
+    File names start from the folder, or from that of the table (`PictureFinder`). Texts beside
+    pictures, and linked folders, must lie below the folder or ``allow_roots``. Raises
+    FileNotFoundError, and ValueError if columns or files are missing or ambiguous. The message
+    completes the user's ``command``; an empty one takes the first of several columns.
     """
     path: Path | str = source if captions is None else captions
     ask = partial(_complete, command, Path(path))
@@ -164,8 +158,12 @@ def open_table(
         raise ValueError(f"{path} is empty: wanted a line with the names of columns")
     images = _image_column(path, root, table, image_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
-    if files and isinstance(table.columns[images], str):
-        root = _root_of(root, itertools.islice(table.rows(Findings()), _TRIED), images)
+    for column in (images, *texts):
+        if column in table.lacking:
+            raise ValueError(
+                f"{table.lacking[column]} has no column {column!r}, which {files[0]} has: name "
+                "their columns alike, or give those that have it"
+            )
     return Table(
         path=path,
         root=root,
@@ -173,7 +171,7 @@ def open_table(
         image_column=images,
         caption_columns=texts,
         columns=[*table.columns],
-        holds_images=is_stored(table.columns[images]),
+        holds_images=holds_bytes(table.columns[images]),
         count=table.count,
         inputs=inputs,
         fields=table.rows,
@@ -197,8 +195,7 @@ def _open_files(
     if captions is not None and not captions.is_file():
         raise FileNotFoundError(f"no table of captions at {captions}")
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
-    files = _files(path, roots, ask)
-    _refuse_compressed(files)
+    files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent
     kind = _kind(files[0], delimiter) if files else "folder"
     if kind not in SEVERAL and len(files) > 1:
@@ -206,10 +203,9 @@ def _open_files(
     if kind == "csv":
         delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
         return root, files, _text_table(files[0], delimiter), delimiter
+    if kind == "json":
+        return root, files, json_format(files[0]), None
     return root, files, FORMATS[kind](files) if files else folder_format(source, roots), None
-
-
-# --- files of a data set -------------------------------------------------------------------------
 
 
 def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> ValueError:
@@ -221,92 +217,6 @@ def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> 
         return ValueError(what)
     instead = path if len(words) == 1 else None
     return ValueError(f"{what}: {advice.again(command, *words, instead=instead)}")
-
-
-def _files(path: Path, roots: Roots, ask: Ask) -> list[Path]:
-    """Returns the files of a data set in order; none for a folder of pictures."""
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return _files_of_folder(path, roots, ask)
-    patterns = [str(path)]
-    if "{" in str(path):
-        from webdataset.shardlists import expand_urls  # imports torch
-
-        patterns = expand_urls(str(path))
-    files = [Path(name) for pattern in patterns for name in sorted(glob(pattern, recursive=True))]
-    if not files:
-        raise FileNotFoundError(
-            f"no {path}: wanted a folder of pictures or of shards, or a table ({', '.join(KINDS)})"
-        )
-    return files
-
-
-def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
-    splits = sorted(path.parent for path in folder.glob("*/state.json"))
-    if splits:
-        names = ", ".join(path.name for path in splits)
-        raise ask(f"{folder} holds the splits {names}, choose one", min(splits, key=_not_train))
-    by_suffix: dict[str, list[Path]] = {}
-    findings = Findings()
-    for path in walk(folder, roots, findings):
-        by_suffix.setdefault(path.suffix.lower(), []).append(path)
-    pictures = [path for suffix in PICTURE_SUFFIXES for path in by_suffix.get(f".{suffix}", [])]
-    texts = {*by_suffix.get(".txt", [])}
-    if any(
-        beside in texts for p in pictures for beside in (p.with_suffix(".txt"), Path(f"{p}.txt"))
-    ):
-        return []
-    sharded = next((by_suffix[suffix] for suffix in _SHARDED if suffix in by_suffix), [])
-    tables = [path for suffix in (*_TABLES, ".parquet") for path in by_suffix.get(suffix, [])]
-    if pictures:
-        if tables:
-            raise ask(
-                f"{folder} holds pictures without texts beside them, and {tables[0].name}, which "
-                "may be the table of their captions", "--captions", tables[0],
-            )  # fmt: skip
-        if sharded:
-            pattern = folder / "**" / f"*{sharded[0].suffix}"
-            raise ask(f"{folder} holds pictures, and {sharded[0].name} too", pattern)
-        return []
-    if sharded:
-        return _one_split(folder, sharded, ask)
-    if tables:
-        raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
-    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
-    facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
-    raise ValueError(
-        f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
-        f"{': ' * bool(facts)}{'; '.join(facts)}"
-    )
-
-
-def _one_split(folder: Path, files: list[Path], ask: Ask) -> list[Path]:
-    """Returns the files; raises ValueError if they are of several splits, by name or folder."""
-    splits = sorted({path.parent / _NUMBER.sub("", path.stem) for path in files})
-    if len(splits) > 1:
-        names = ", ".join(str(split.relative_to(folder)) for split in splits)
-        split, suffix = min(splits, key=_not_train), files[0].suffix
-        pattern = split / f"*{suffix}" if split.is_dir() else f"{split}*{suffix}"
-        raise ask(f"{folder} holds several data sets or splits ({names}), choose one", pattern)
-    return files
-
-
-def _not_train(split: Path) -> tuple[bool, Path]:
-    return "train" not in split.name, split
-
-
-def _refuse_compressed(files: Sequence[Path]) -> None:
-    """Raises ValueError for compressed files and for pointers of git-lfs."""
-    for path in files:
-        if path.suffix.lower() in _COMPRESSED:
-            raise ValueError(f"{path} is compressed: unpack it first, and give what comes out")
-        with open(path, "rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ValueError(
-                    f"{path} is a pointer of git-lfs, not the file itself: run 'git lfs pull' in "
-                    "its repository"
-                )
 
 
 def _kind(path: Path, delimiter: str | None) -> str:
@@ -321,6 +231,12 @@ def _kind(path: Path, delimiter: str | None) -> str:
     return KINDS[suffix]
 
 
+def content_of(file: Path) -> str:
+    """Returns a digest of a small picture, and the size of a large one."""
+    size = file.stat().st_size
+    return digest_file(file) if size <= _SMALL_BYTES else f"{size:,} bytes"
+
+
 def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
     """Returns a digest of each file by its name, as the ``inputs`` of an artifact.
 
@@ -331,9 +247,8 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for file in files or walk(path, roots, Findings()):
         if file.is_file():
-            size = file.stat().st_size
-            whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
-            inputs[os.path.relpath(file, root)] = digest_file(file) if whole else f"{size:,} bytes"
+            whole = files or suffix_of(file) == "txt"
+            inputs[os.path.relpath(file, root)] = digest_file(file) if whole else content_of(file)
     if len(inputs) > _FEW:
         return {f"{len(inputs):,} files": digest_json(sorted(inputs.items()))}
     return dict(sorted(inputs.items()))
@@ -344,6 +259,7 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
 
 def _text_table(path: Path, delimiter: str) -> Format:
     """Opens a table of text; raises ValueError if its first line is not a header."""
+    delimiter = "	" if delimiter == "\t" else delimiter
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}, expected one character")
     table = csv_format(path, delimiter)
@@ -353,23 +269,6 @@ def _text_table(path: Path, delimiter: str) -> Format:
             "columns are wanted. Put a line such as 'filepath,title' before it"
         )
     return table
-
-
-def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Path:
-    """Returns the folder from which file names in ``column`` start.
-
-    It is ``root``, or, if none of the ``rows``' pictures is there, its first sub-folder with one.
-    """
-    names = [_name(root, fields.get(column)) for _, fields in rows]
-    names = [name for name in names if name and "\0" not in name]
-    if any(os.path.exists(root / name) for name in names):
-        return root
-    for place, folders, _ in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if any(os.path.isfile(Path(place, name)) for name in names if not os.path.isabs(name)):
-            log.info("the pictures are read from %s, where their names start", place)
-            return Path(place)
-    return root
 
 
 def _image_column(
@@ -389,10 +288,13 @@ def _image_column(
     ]
     addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
     candidates = stored or [name for name in paths if name not in addresses]
-    if len(candidates) == 1 or (candidates and first):
+    if len(candidates) == 1:
         return candidates[0]
     if candidates:
         names = " and ".join(map(repr, candidates))
+        if first:
+            log.warning("%s has images in %s: the first is read", path, names)
+            return candidates[0]
         raise ask(f"{path} has images in {names}, choose one", "--path-column", candidates[0])
     if addresses:
         raise ValueError(
@@ -438,12 +340,16 @@ def _caption_columns(
         n for n, value in table.columns.items() if isinstance(value, str | list) and n != images
     ]
     candidates = present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)
-    if len(candidates) > 1 and not first:
+    if len(candidates) > 1:
         names = " and ".join(map(repr, candidates))
+        if first:
+            log.warning("%s has captions in %s: the first is read", path, names)
+            return (candidates[0],)
         raise ask(f"{path} has captions in {names}, choose one", "--caption-column", candidates[0])
     numbered = [n for n in texts if _NUMBERED.fullmatch(n.strip().lower())]
     if candidates or numbered:
-        return (candidates[0],) if candidates else tuple(numbered)
+        stem = candidates[0].strip().lower() if candidates else ""
+        return (*candidates[:1], *(n for n in numbered if n.strip().lower().startswith(stem)))
     nested = [name for name in texts if name.rpartition(".")[2] in _TEXTS_OF_LISTS]
     if nested and not first:
         raise ask(f"{path} has lists of texts in {nested[0]!r}", "--caption-column", nested[0])
@@ -451,15 +357,29 @@ def _caption_columns(
 
 
 def _texts(value: Any) -> list[Any]:
-    """Returns the captions of a cell: a list, a text, a number, or pandas' text of a list."""
+    """Returns the captions of a cell: a list, a text, a number, or the text of a list, as JSON and
+    pandas write it."""
     if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] == "]":
-        items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
-        if items and not _ITEM.sub("", inner).strip():
-            return [ast.literal_eval(item[1]) for item in items]
+        try:
+            listed = parse_json(value, "")
+            if listed and all(isinstance(item, str | None) for item in listed):
+                return list(listed)
+        except ValueError:  # pandas has other quotes, and numpy no commas
+            items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
+            if items and not _ITEM.sub("", inner).strip():
+                return [_unquote(item[1]) for item in items]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and math.isfinite(value):
         return [str(value)]
     return value if isinstance(value, list) else [value]
+
+
+def _unquote(literal: str) -> str:
+    """Reads a text of Python; one with a broken escape, such as of a Windows path, as it stands."""
+    try:
+        return str(ast.literal_eval(literal))
+    except (SyntaxError, ValueError):
+        return literal[1:-1]
 
 
 def _check_column(path: Path | str, table: Format, name: str) -> str:

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -180,7 +181,8 @@ def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[A
         for batch in file.iter_batches(_ROWS_PER_BLOCK, columns=[*columns, "embedding"]):
             lists = batch["embedding"]
             rows = lists.flatten().to_numpy(zero_copy_only=False)
-            if lists.null_count or len(rows) != len(lists) * width:
+            widths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+            if lists.null_count or (widths != width).any():
                 raise ValueError(
                     f"text_rows: {path} has rows of several widths, or empty ones: wanted "
                     f"{width} numbers in each 'embedding'"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
@@ -75,6 +76,12 @@ def csv_format(path: Path, delimiter: str) -> Format:
     return Format({name: first.get(name, "") for name in columns}, rows)
 
 
+def refuse_misread(path: Path, findings: Findings) -> None:
+    """Raises ValueError if cells of a benchmark's table may be read otherwise than meant."""
+    if faults := findings.only(["extra_cells", "open_quote", "joined_lines"]).lines():
+        raise ValueError(f"{path}: {'; '.join(faults)}")
+
+
 def _where_broken(path: Path, encoding: str) -> str:
     """Returns ' line N' for the first line that is not UTF-8.
 
@@ -93,8 +100,9 @@ class _TextRows:
     def __init__(self, file: Iterable[str], delimiter: str) -> None:
         self._recent: list[str] = []  # the lines of the last row
         self._delimiter = delimiter
+        self._read = partial(csv.reader, delimiter=delimiter, skipinitialspace=True)
         csv.field_size_limit(MAX_TEXT_BYTES)
-        self.rows = csv.reader(self._remember(file), delimiter=delimiter, skipinitialspace=True)
+        self.rows = self._read(self._remember(file))
 
     def _remember(self, file: Iterable[str]) -> Iterator[str]:
         for line in file:
@@ -112,35 +120,49 @@ class _TextRows:
     def cells(self, width: int, name: str, findings: Findings) -> Iterator[tuple[int, list[str]]]:
         """Yields (line number, cells) of each row that is not blank.
 
-        If a quotation mark that is never closed has joined lines to one row, they are split into
-        rows again, and counted in the findings. ``width`` is the number of columns.
+        If a quotation mark that is never closed has joined lines to one row, they are split where a
+        line begins like a row. Both are counted in the findings. ``width``: the number of columns.
         """
         self._recent.clear()
         for row in self.rows:
-            lines = self._split_again(width) if len(self._recent) > 1 else []
-            last = self.rows.line_num
-            if lines:
-                first = last - len(lines) + 1
-                findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))
-                yield from enumerate(lines, start=first)
-            elif row:
-                yield last, row
+            lines, last = [*self._recent], self.rows.line_num
             self._recent.clear()
+            starts = self._starts(lines, width) if len(lines) > 1 else [0]
+            if len(starts) == 1:
+                if len(lines) > 1 and not self._matches(lines):
+                    findings.add("joined_lines", f"{name} line {last}", count=len(lines))
+                yield from [(last, row)] * bool(row)
+                continue
+            first = last - len(lines) + 1
+            findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))
+            for start, end in itertools.pairwise([*starts, len(lines)]):
+                for cells in self._read(lines[start:end]):
+                    yield first + start, cells
 
-    def _split_again(self, width: int) -> list[list[str]]:
-        """Splits the lines of the last row into rows, if each line is clearly a row by itself.
+    def _starts(self, lines: Sequence[str], width: int) -> list[int]:
+        """Returns the numbers of the lines that begin a row; only 0 if all are one row.
 
-        It is if all have ``width`` cells and, unless the delimiter is a tab, a picture's file name
-        in the same column. Otherwise returns no rows.
+        A line begins a row if it has ``width`` cells or more, and a picture's file name in the same
+        column as the first line; or, in a table with tabs, ``width`` cells. The lines are several
+        rows if each begins one, or if their quotation marks do not match.
         """
-        lines = csv.reader(
-            self._recent, delimiter=self._delimiter, skipinitialspace=True, quoting=csv.QUOTE_NONE
-        )
-        rows = [*lines]
-        if any(len(row) != width for row in rows):
-            return []
+        cells = [*self._read(lines, quoting=csv.QUOTE_NONE)]
         columns = [
-            [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
+            {at for at, cell in enumerate(row) if suffix_of(cell.strip()) in PICTURE_SUFFIXES}
+            for row in cells
         ]
-        has_pictures = any(all(suffix in PICTURE_SUFFIXES for suffix in c) for c in columns)
-        return rows if has_pictures or self._delimiter == "\t" else []
+        starts = [
+            number
+            for number, row in enumerate(cells)
+            if (len(row) >= width and columns[number] & columns[0])
+            or (len(row) == width and self._delimiter == "\t")
+        ]
+        is_split = len(starts) == len(lines) or not self._matches(lines)
+        return starts if is_split and starts[:1] == [0] else [0]
+
+    def _matches(self, lines: Sequence[str]) -> bool:
+        """Returns True if the quotation marks of one row match."""
+        try:
+            return len([*self._read(lines, strict=True)]) == 1
+        except csv.Error:
+            return False

@@ -46,6 +46,7 @@ from mclclip.data.remote import Remote, RemoteOptions, check_protocol
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.shard_scan import IMAGE_CRC, PER_FIELD, caption_fields, captions_text, check_names
+from mclclip.data.shard_writer import refuse_unfinished
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import (
@@ -331,11 +332,12 @@ def _list_shards(
             attributes = check_names(source.attributes)
         subset = filters[name].digest if name in filters else ""
         paths = expand_shards(source.shards, f"{option}.shards", remote)
+        refuse_unfinished(paths)
         for path, stat in zip(paths, Remote(remote).stat(paths), strict=True):
             if stat is None:
                 raise FileNotFoundError(f"{option}.shards: {printable(path)} is not there any more")
-            shard = Shard(path, name, captions, 0, 0, stat.size, attributes, tag=stat.tag)
-            shards.append(dataclasses.replace(shard, subset=subset))
+            size, tag = stat.size, stat.tag
+            shards.append(Shard(path, name, captions, 0, 0, size, attributes, "", tag, subset))
     return shards
 
 
@@ -354,16 +356,15 @@ def expand_shards(
     Raises FileNotFoundError for a pattern without files and for missing shards; ValueError for
     pipes, urls of other protocols, broken braces, and a shard that is listed twice.
     """
-    listed = [patterns] if isinstance(patterns, str) else list(patterns)
     lines: list[str] = []
-    for entry in listed:
+    for entry in [patterns] if isinstance(patterns, str) else patterns:
         if not entry.startswith("@"):
             lines.append(entry)
             continue
         file = os.path.expanduser(entry[1:])
         if not os.path.isfile(file):
             raise FileNotFoundError(f"{option}: no list of shards at {file}")
-        stripped = [line.strip() for line in Path(file).read_text().splitlines()]
+        stripped = [line.strip() for line in Path(file).read_text("utf-8-sig").splitlines()]
         lines += [line for line in stripped if line and not line.startswith("#")]
     paths = sorted(
         path if protocol_of(path) else os.path.abspath(path)
@@ -371,7 +372,7 @@ def expand_shards(
         for path in _expand(line, option, Remote(remote))
     )
     if not paths:
-        raise FileNotFoundError(f"{option} names no shard: {printable(str(listed))}")
+        raise FileNotFoundError(f"{option} names no shard: {printable(str(patterns))}")
     for path, following in itertools.pairwise(paths):
         if path == following:
             raise ValueError(f"{option} names {printable(path)} twice: list each shard once")

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from mclclip.data.decode import (
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.picture_folders import PictureFinder
 from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
@@ -38,12 +40,12 @@ from mclclip.data.shard_writer import (
 )
 from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS
-from mclclip.data.tables import Row, Table, open_table
+from mclclip.data.tables import Row, Table, content_of, open_table
 from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import advice
-from mclclip.util.files import Record, Roots
+from mclclip.util.files import Record, Roots, digest_json
 from mclclip.util.options import refuse_url
 from mclclip.util.remake import Remake
 
@@ -125,13 +127,26 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     held_out: Mapping[str, float]
 
     def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
-        """Returns the digests of the table, or of the folder's files."""
-        return how[0].inputs()
+        """Returns digests of the table or of the folder's files, and of the pictures it names."""
+        table, source, command = how
+        if table.holds_images:
+            return table.inputs()
+        rows, _ = _join_rows(table, self._finder(table, source, command), Findings())
+        files = {row.path: table.root / row.path for row in rows}
+        pictures = {name: content_of(file) for name, file in files.items() if isfile(file)}
+        return {**table.inputs(), "pictures": digest_json(pictures)}
+
+    def _finder(self, table: Table, source: Path, command: Sequence[str]) -> PictureFinder:
+        def ask(what: str, folder: Path) -> ValueError:
+            return ValueError(f"{what}: {_from_folder(folder, table, source, command)}")
+
+        roots = Roots(table.root, *map(Path, self.allow_roots))
+        return PictureFinder(table.root, Path(table.path), roots, ask)
 
     def make(self, out: Artifact, how: tuple[Table, Path, Sequence[str]]) -> Made:
         """Packs all samples. Raises ValueError, before it writes, if no image can be used."""
         (table, source, command), findings = how, Findings()
-        rows, total = _join_rows(table, findings)
+        rows, total = _join_rows(table, self._finder(table, source, command), findings)
         roots = Roots(table.root, *map(Path, self.allow_roots))
         samples = _samples(rows, table, roots, findings, self.held_out, self.key_prefix)
         first = next(samples, None)
@@ -208,13 +223,18 @@ def _describe_nothing_usable(
         reasons += f". {spelling}"
     elif missing and not table.holds_images:
         name = missing["examples"][0]
-        there = [p for p in (Path(table.path).parent, source.parent) if os.path.isfile(p / name)]
-        folder = str(there[0] if there else "FOLDER")
-        new = [folder] if source != table.path else [folder, "--captions", str(source)]
+        there = [p for p in (Path(table.path).parent, source.parent) if isfile(p / name)]
+        folder = there[0] if there else Path("FOLDER")
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"
-        other = advice.again(command, *new, instead=source)
+        other = _from_folder(folder, table, source, command)
         reasons += f". Its files are named from {table.root}; {where}: {other}"
     return f"no usable image in {table.path}: {reasons}"
+
+
+def _from_folder(folder: Path, table: Table, source: Path, command: Sequence[str]) -> str:
+    """Returns the command that reads the pictures of ``table`` from this folder."""
+    captions = [] if source != table.path else ["--captions", str(source)]
+    return advice.again(command, str(folder), *captions, instead=source)
 
 
 def _check(
@@ -243,18 +263,20 @@ def _check(
         )
 
 
-def _join_rows(table: Table, findings: Findings) -> tuple[Iterator[Row], int | None]:
+def _join_rows(
+    table: Table, finder: PictureFinder, findings: Findings
+) -> tuple[Iterator[Row], int | None]:
     """Yields a row per image with all its captions; returns their number too, None if unknown.
 
     If rows name files, all are held in memory, since rows of one file may be far apart.
     """
-    rows = _usable_rows(table, findings)
+    rows = _usable_rows(table, finder, findings)
     if table.holds_images:
         groups = itertools.groupby(rows, lambda row: (row.path, row.image))
         return (_merge_captions(group) for _, group in groups), table.count
-    by_path: dict[str, Row] = {}
+    by_path: dict[tuple[str, bytes | None], Row] = {}
     for row in rows:
-        if (first := by_path.setdefault(row.path, row)) is not row:
+        if (first := by_path.setdefault((row.path, row.image), row)) is not row:
             first.captions.extend(row.captions)
     return iter(by_path.values()), len(by_path)
 
@@ -266,13 +288,13 @@ def _merge_captions(group: Iterator[Row]) -> Row:
     return first
 
 
-def _usable_rows(table: Table, findings: Findings) -> Iterator[Row]:
-    """Yields the rows that have an image; normalizes paths and drops empty captions."""
+def _usable_rows(table: Table, finder: PictureFinder, findings: Findings) -> Iterator[Row]:
+    """Yields the rows that have an image; finds its file and drops empty captions."""
     for row in table.rows(findings):
         if row.image is None and not row.path:
             findings.add("no_path", row.where)
             continue
-        path = os.path.normpath(row.path) if row.path else ""
+        path = finder.find(row.path) if row.image is None else row.path
         captions = [text for text in map(str.strip, row.captions) if is_caption(text)]
         if empty := len(row.captions) - len(captions):
             place = f"{row.where}: {path}" if path else row.where
@@ -329,17 +351,19 @@ def _read_image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple
     """Returns bytes and extension of a row's image; None, with a finding, if it is unusable."""
     reason, data = None, row.image or b""
     if row.image is None:
-        file = None if "\0" in row.path else roots.real_path(root / row.path)
-        if suffix_of(row.path) not in PICTURE_SUFFIXES:
-            reason = "unsupported_extension"
-        elif file is None:
-            reason = "outside_folder"
-        elif not os.path.isfile(file):
+        if "\0" in row.path or not isfile(root / row.path):
             reason = "missing_image"
+        elif (file := roots.real_path(root / row.path)) is None:
+            reason = "outside_folder"
+        elif suffix_of(row.path) not in PICTURE_SUFFIXES:
+            reason = "unsupported_extension"
         else:
             data = file.read_bytes()
-    # The first bytes say which format it is. If they do not, take the suffix: decoding will tell.
-    extension = image_extension(data) or (suffix_of(row.path) if row.image is None else None)
+    # The first bytes say which format it is. If they do not, take the suffix: decoding will tell,
+    # unless they are those of a phone's HEIC or of a page of the web.
+    is_foreign = data[4:8] == b"ftyp" or data.lstrip()[:1] == b"<"
+    by_name = suffix_of(row.path) if row.image is None and not is_foreign else None
+    extension = image_extension(data) or by_name
     if reason is None and not data:
         reason = "zero_byte_image"
     elif reason is None and data.startswith(LFS_POINTER):

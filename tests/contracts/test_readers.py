@@ -34,7 +34,8 @@ from tests.tars import write_tar
 PART_READ = {
     # What is counted, and read nevertheless: it stays without a caption, or in part.
     "no_caption", "no_field", "zero_byte_caption", "bad_json", "bad_text", "several_images",
-    "several_lines", "empty_caption", "open_quote", "extra_cells", "transparent", "narrow_range",
+    "several_lines", "empty_caption", "open_quote", "joined_lines", "extra_cells", "transparent",
+    "narrow_range",
     "no_attribute", "large_caption",
 }  # fmt: skip
 ELSEWHERE = {
@@ -156,6 +157,16 @@ CASES = {
         "t.csv", 6, 6, {"open_quote": 3},
         SIX | {"t.csv": b"image,caption\n" + b"".join(
             b'%d.jpg,%stext\n' % (n, b'"' * (n in (1, 3))) for n in range(6))},
+    ),
+    "a quotation mark and commas": Case(
+        "t.csv", 6, 6, {"open_quote": 3, "extra_cells": 1},
+        SIX | {"t.csv": b'image,caption\n0.jpg,a\n1.jpg,"wide open\n2.jpg,a cat, sitting\n'
+                        b'3.jpg,"c, d"\n4.jpg,e\n5.jpg,f\n'},
+    ),
+    "a quotation mark among lines": Case(
+        "t.csv", 2, 2, {"joined_lines": 3},
+        {n: SIX[n] for n in ("0.jpg", "1.jpg")} | {
+            "t.csv": b'image,caption\n0.jpg,a\n1.jpg,"wide open\nof two\nlines\n'},
     ),
     "lines of JSON": Case(
         "t.jsonl", 3, 2, {"no_path": 1, "empty_caption": 1, "no_caption": 1},

@@ -199,7 +199,7 @@ def test_nothing_outside_of_the_folder_is_packed(
     names = [*outside, "same.jpg", "loop.jpg", f"{images}/a.jpg"]
     counts = run(tmp_path, images, [[name, "t"] for name in names]).counts
     findings = {reason: entry["count"] for reason, entry in counts["findings"].items()}
-    assert findings == {"outside_folder": 6, "missing_image": 1}  # two names are one path
+    assert findings == {"outside_folder": 4, "missing_image": 2}
     assert counts["samples"] == 2
     packed = read_tar(tmp_path / "out" / "00000.tar")
     assert {data for name, data in packed.items() if name.endswith("jpg")} == {b"bytes of a.jpg"}
@@ -223,12 +223,76 @@ def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: P
         run(tmp_path, images, rows, allow_roots=[tmp_path / "nowhere"])
 
 
-def test_what_is_finished_is_known_by_its_table(tmp_path: Path, images: Path) -> None:
-    run(tmp_path, images, [["a.jpg", "1"]])
-    (images / "a.jpg").unlink()  # a skipped verb does not even look
-    assert run(tmp_path, images, [["a.jpg", "1"]]).counts["samples"] == 1
-    with pytest.raises(ValueError, match=r"1 changed \(t\.csv\)"):
+def test_what_is_finished_is_known_by_its_table_and_pictures(tmp_path: Path, images: Path) -> None:
+    run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]])
+    assert run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]]).counts["samples"] == 1
+    (images / "later.jpg").write_bytes(b"a picture that was fetched after a first try")
+    with pytest.raises(ValueError, match=r"1 changed \(pictures\)"):
+        run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]])
+    (images / "later.jpg").unlink()
+    (images / "a.jpg").write_bytes(b"replaced")
+    with pytest.raises(ValueError, match=r"1 changed \(pictures\)"):
+        run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]])
+    with pytest.raises(ValueError, match=r"2 changed \(pictures, t\.csv\)"):
         run(tmp_path, images, [["b.PNG", "1"]])
+
+
+def sub_folders(at: Path, **names: list[str]) -> Path:
+    for folder, files in names.items():
+        (at / folder).mkdir(parents=True)
+        for file in files:
+            (at / folder / file).write_bytes(f"{folder}/{file}".encode())
+    return at
+
+
+def packed_pictures(out: Path) -> dict[str, str]:
+    """The bytes of each picture by its caption."""
+    members = read_tar(out / "00000.tar")
+    keys = [name.removesuffix(".txt") for name in members if name.endswith(".txt")]
+    return {members[f"{key}.txt"].decode(): members[f"{key}.jpg"].decode() for key in keys}
+
+
+def test_each_name_is_looked_for_in_all_folders(tmp_path: Path) -> None:
+    """As COCO's train2014 beside val2014, with many dead rows first and one picture elsewhere."""
+    folder = sub_folders(tmp_path / "coco", train2014=["t.jpg"], val2014=["v.jpg", "w.jpg"])
+    (folder / "stray.jpg").write_bytes(b"stray")
+    names = [*(f"gone_{n}.jpg" for n in range(30)), "t.jpg", "val2014/v.jpg", "w.jpg", "stray.jpg"]
+    counts = run(tmp_path, folder, [[name, name] for name in names]).counts
+    assert packed_pictures(tmp_path / "out") == {
+        "t.jpg": "train2014/t.jpg", "val2014/v.jpg": "val2014/v.jpg", "w.jpg": "val2014/w.jpg",
+        "stray.jpg": "stray",
+    }  # fmt: skip
+    assert counts["findings"]["missing_image"]["count"] == 30
+
+
+def test_a_name_with_two_files_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sub_folders(Path("ds"), test=["0.jpg", "1.jpg"], train=["0.jpg", "1.jpg"])
+    rows = [["file_name", "text"], ["0.jpg", "zero"], ["1.jpg", "one"]]
+    write_table(Path("t.csv"), rows)
+    with pytest.raises(ValueError) as error:
+        pack(Path("ds"), Path("out"), captions=Path("t.csv"))
+    assert str(error.value).endswith("mclclip pack ds/test --captions t.csv --out out")
+    assert not Path("out").exists()
+    write_table(Path("ds/train/metadata.csv"), rows)  # its folder decides, as on the hub
+    pack(Path("ds"), Path("out"), captions=Path("ds/train/metadata.csv"))
+    assert packed_pictures(Path("out")) == {"zero": "train/0.jpg", "one": "train/1.jpg"}
+
+
+def test_all_spellings_of_a_path_are_one_picture(tmp_path: Path, images: Path) -> None:
+    names = ["a.jpg", "./a.jpg", f"../{images.name}/a.jpg", str(images / "a.jpg"), "sub/../a.jpg"]
+    assert run(tmp_path, images, [[n, f"c{k}"] for k, n in enumerate(names)]).counts["samples"] == 1
+
+
+def test_bytes_of_another_kind_under_the_name_of_a_picture_are_counted(
+    tmp_path: Path, images: Path
+) -> None:
+    (images / "phone.jpg").write_bytes(b"\0\0\0\x24ftypheic" + b"x" * 99)
+    (images / "page.jpg").write_bytes(b"\n<!DOCTYPE html><html>404</html>")
+    findings = run(tmp_path, images, [[f"{n}.jpg", "t"] for n in ("a", "phone", "page")]).counts
+    assert findings["findings"]["unsupported_extension"]["examples"] == ["phone.jpg", "page.jpg"]
 
 
 def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: Path) -> None:

@@ -291,7 +291,7 @@ def test_what_rows_lack_is_counted(tmp_path: Path, photos: Path) -> None:
     table_of_lines = write_lines(tmp_path / "t.jsonl", lines)
     counts = pack(photos, tmp_path / "two", captions=table_of_lines).counts
     assert {r: e["count"] for r, e in counts["findings"].items()} == {
-        "no_path": 2, "outside_folder": 1, "empty_caption": 2,
+        "no_path": 2, "missing_image": 1, "empty_caption": 2,
     }  # fmt: skip
 
 
@@ -378,13 +378,6 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
         lambda at, p: (coco(at / "notes" / "c.json"), None),
         "Its files are named from notes; if they lie in another FOLDER",
         "mclclip pack FOLDER --captions notes/c.json --out out",
-    ),
-    "names that begin with the folder": (
-        lambda at, p: (
-            p, write_csv(at / "t.csv", ["image", "text"], [(f"photos/{n}", t) for n, t in PAIRS])
-        ),
-        "Its files are named from photos; they are below .",
-        "mclclip pack . --captions t.csv --out out",
     ),
     "saved splits": (
         lambda at, p: (saved_splits(at, p), None),

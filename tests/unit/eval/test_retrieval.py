@@ -334,7 +334,7 @@ WRONG_FILES: list[tuple[str, str | bytes, str]] = [
         "a.json has 2 where a file name",
     ),
     ("a.json", '[{"image": "0.png", "conversations": []}]', "or a caption is wanted"),
-    ("a.json", '[{"id": 1}]', "a file name or a caption is wanted"),
+    ("a.json", '[{"id": 1}]', "no column of images"),
     ("a.jsonl", '{"image_file": "0.png"}', "line 1 wants the texts image_file, description"),
     ("a.jsonl", "[1]", "line 1 wants the texts"),
     ("a.token", "7.jpg A dog\n", "line 1 is not FILE#NUMBER"),

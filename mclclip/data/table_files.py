@@ -1,0 +1,129 @@
+"""Finds the files of a data set: of a folder, of a pattern, or one file.
+
+If a folder holds several data sets or splits, the error says what to type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from glob import escape, glob
+from pathlib import Path
+
+from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.picture_folders import walk
+from mclclip.data.shard_writer import refuse_unfinished
+from mclclip.data.table_formats import DELIMITERS, KINDS, LINES, Ask
+from mclclip.util.files import Roots
+
+_TABLES = (*DELIMITERS, *LINES, ".json")
+_SHARDED = (".arrow", ".tar", ".parquet")  # the first kind in a folder is read
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+# The number of a file, such as -00001-of-00007, and the hash that Spark or the hub puts behind it.
+_NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?(-[0-9a-f]{8,}.*)?$")
+
+
+def find_files(path: Path, roots: Roots, ask: Ask) -> list[Path]:
+    """Returns the files of the data set at a path or pattern, in order; none for a folder of
+    pictures.
+
+    Raises FileNotFoundError if there is none; ValueError for files of several data sets, for
+    compressed ones, for pointers of git-lfs, and for shards that were not finished.
+    """
+    files = _list(path, roots, ask)
+    refuse_unfinished(files)
+    _refuse_compressed(files)
+    return files
+
+
+def _list(path: Path, roots: Roots, ask: Ask) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _files_of_folder(path, roots, ask)
+    patterns = [str(path)]
+    if "{" in str(path):
+        from webdataset.shardlists import expand_urls  # imports torch
+
+        patterns = expand_urls(str(path))
+    files = [Path(name) for pattern in patterns for name in sorted(glob(pattern, recursive=True))]
+    if not files:
+        raise FileNotFoundError(
+            f"no {path}: wanted a folder of pictures or of shards, or a table ({', '.join(KINDS)})"
+        )
+    return files
+
+
+def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
+    splits = sorted(path.parent for path in folder.glob("*/state.json"))
+    if splits:
+        names = ", ".join(path.name for path in splits)
+        raise ask(f"{folder} holds the splits {names}, choose one", min(splits, key=_not_train))
+    by_suffix: dict[str, list[Path]] = {}
+    findings = Findings()
+    for path in walk(folder, roots, findings):
+        by_suffix.setdefault(path.suffix.lower(), []).append(path)
+    pictures = [path for suffix in PICTURE_SUFFIXES for path in by_suffix.get(f".{suffix}", [])]
+    texts = {*by_suffix.get(".txt", [])}
+    if any(
+        beside in texts for p in pictures for beside in (p.with_suffix(".txt"), Path(f"{p}.txt"))
+    ):
+        return []
+    sharded = next((by_suffix[suffix] for suffix in _SHARDED if suffix in by_suffix), [])
+    tables = [path for suffix in (*_TABLES, ".parquet") for path in by_suffix.get(suffix, [])]
+    if pictures:
+        if tables:
+            raise ask(
+                f"{folder} holds pictures without texts beside them, and {tables[0].name}, which "
+                "may be the table of their captions", "--captions", tables[0],
+            )  # fmt: skip
+        if sharded:
+            pattern = Path(escape(str(folder)), "**", f"*{sharded[0].suffix}")
+            raise ask(f"{folder} holds pictures, and {sharded[0].name} too", pattern)
+        return []
+    if sharded:
+        return _one_split(folder, sharded, ask)
+    if tables:
+        raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
+    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
+    facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
+    raise ValueError(
+        f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
+        f"{': ' * bool(facts)}{'; '.join(facts)}"
+    )
+
+
+def _one_split(folder: Path, files: list[Path], ask: Ask) -> list[Path]:
+    """Returns the files; raises ValueError if they are of several splits, by name or folder."""
+    # The folder and the name of each split. Folders that are numbers are of one split.
+    splits: dict[Path, tuple[Path, str]] = {}
+    for path in files:
+        parts = path.relative_to(folder).parent.parts
+        place = folder.joinpath(*(part for part in parts if not part.isdigit()))
+        name = _NUMBER.sub("", path.stem)
+        deep = "**/" if place != path.parent else ""
+        splits.setdefault(place / name, (place, f"{deep}{escape(name)}*{path.suffix}"))
+    if len(splits) > 1:
+        names = ", ".join(str(split.relative_to(folder)) for split in sorted(splits))
+        place, pattern = splits[min(splits, key=_not_train)]
+        message = f"{folder} holds several data sets or splits ({names}), choose one"
+        raise ask(message, Path(escape(str(place)), pattern))
+    return files
+
+
+def _not_train(split: Path) -> tuple[bool, Path]:
+    return "train" not in split.name, split
+
+
+def _refuse_compressed(files: Sequence[Path]) -> None:
+    """Raises ValueError for compressed files and for pointers of git-lfs."""
+    for path in files:
+        if path.suffix.lower() in _COMPRESSED:
+            raise ValueError(f"{path} is compressed: unpack it first, and give what comes out")
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(
+                    f"{path} is a pointer of git-lfs, not the file itself: run 'git lfs pull' in "
+                    "its repository"
+                )
