@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from mclclip.verbs.pack import pack
-from tests.tars import read_tar
+from tests.tars import read_tar, write_tar
 
 Counts = dict[str, int]
 NAMES = ("0.jpg", "1.jpg")
@@ -32,6 +33,10 @@ def write(name: str, text: str | bytes) -> Callable[[Path], str]:
 
 def lines(*rows: Any) -> Callable[[Path], str]:
     return write("t.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def document(content: Any) -> Callable[[Path], str]:
+    return write("t.json", json.dumps(content))
 
 
 def feather_table(folder: Path) -> str:
@@ -77,6 +82,25 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
     ),
     "empty lines before the header": (
         write("t.csv", "\n  \nimage;caption\n0.jpg;a\n1.jpg;b\n"), ["a", "b"], {},
+    ),
+    "a list of JSON in a cell": (
+        lines({"image": "0.jpg", "caption": json.dumps(["smile \U0001f600", None])},
+              {"image": "1.jpg", "caption": "['C:\\users']"}),
+        ["smile \U0001f600", "C:\\users"], {"empty_caption": 1},
+    ),
+    "numbered captions beside a caption": (
+        lines({"image": "0.jpg", "caption": "a", "caption_2": "b", "text_1": "no caption"}),
+        ["a"], {},
+    ),
+    "numbered captions in a list of JSON": (
+        document([{"image": "0.jpg", "caption_0": "a"}, {"image": "1.jpg", "caption_0": "b"}]),
+        ["a", "b"], {},
+    ),
+    "numbers of COCO's pictures as texts": (
+        document({"images": [{"id": 1, "file_name": "0.jpg"}, {"id": 2, "file_name": "1.jpg"}],
+                  "annotations": [{"image_id": "1", "caption": "a"},
+                                  {"image_id": "2", "caption": "b"}]}),
+        ["a", "b"], {},
     ),
     "a caption of many letters": (
         write("t.csv", f"image,caption\n0.jpg,a\n1.jpg,{'b' * 200_000}\n"),
@@ -143,3 +167,106 @@ def test_an_odd_place_is_named(name: str, text: str | bytes, message: str, folde
     with pytest.raises(ValueError, match=message) as error:
         packed(folder, captions=folder / name)
     assert "\n" not in str(error.value)
+
+
+def test_columns_of_a_list_of_json_are_chosen_as_those_of_any_table(folder: Path) -> None:
+    rows = [{"img": "0.jpg", "title": "IMG_0", "caption": "real", "id": 7}]
+    table = folder / document(rows)(folder)
+    with pytest.raises(ValueError, match="--path-column img"):
+        packed(folder, captions=table)
+    with pytest.raises(ValueError, match="'title' and 'caption'.*--caption-column title"):
+        packed(folder, captions=table, path_column="img")
+    assert packed(folder, captions=table, path_column="img", caption_column="caption")[0] == [
+        "real"
+    ]
+    facts = json.loads(read_tar(folder.parent / "out" / "00000.tar")["000000000.json"])
+    assert (facts["title"], facts["id"]) == ("IMG_0", 7)
+
+
+def tar(folder: Path, **members: str) -> Path:
+    data = (folder / "0.jpg").read_bytes()
+    texts = [(f"0.{suffix}", text.encode()) for suffix, text in members.items()]
+    return write_tar(folder.parent / "tars" / "00000.tar", [("0.jpg", data), *texts]).parent
+
+
+def test_captions_of_a_tar(folder: Path) -> None:
+    """An empty list hides no text, and of several fields the user chooses one."""
+    assert packed(tar(folder, json='{"captions": []}', txt="the text"))[0] == ["the text"]
+    source = tar(folder, json='{"caption": "real", "title": "IMG_0"}')
+    with pytest.raises(ValueError, match="'title' and 'caption'.*--caption-column title"):
+        pack(source, folder.parent / "two")
+    pack(source, folder.parent / "two", caption_column="caption")
+    assert read_tar(folder.parent / "two" / "00000.tar")["000000000.txt"] == b"real"
+
+
+def test_karpathys_splits_stay_with_the_samples(folder: Path) -> None:
+    images = [
+        {"filename": name, "split": split, "sentences": [{"raw": split}]}
+        for name, split in zip(NAMES, ("train", "test"), strict=True)
+    ]
+    packed(folder, captions=folder / document({"images": images})(folder))
+    members = read_tar(folder.parent / "out" / "00000.tar")
+    facts = [json.loads(data) for name, data in sorted(members.items()) if name.endswith("json")]
+    assert [each["split"] for each in facts] == ["train", "test"]
+
+
+def parquet_of(folder: Path, name: str, column: str = "caption") -> None:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = (folder.parent / "photos" / "0.jpg").read_bytes() + name.encode()
+    pq.write_table(pa.table({"image": [data], column: [name]}), file)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-00000-of-00002-0a1b2c3d4e5f6071.parquet",
+         "train-00001-of-00002-ffeeddccbbaa9988.parquet"],
+        ["part-00000-8c1f7e2a-aa11-4c3d-9f00-c000.snappy.parquet",
+         "part-00001-8c1f7e2a-aa11-4c3d-9f00-c000.snappy.parquet"],
+        ["0/00000.parquet", "1/00000.parquet"],
+        ["A.PARQUET", "A2.PARQUET"],
+    ],
+)  # fmt: skip
+def test_the_files_of_one_data_set_are_read_together(names: list[str], folder: Path) -> None:
+    data = folder.parent / "data"
+    for name in names:
+        parquet_of(data, name)
+    assert packed(data)[0] == names
+
+
+def test_the_offered_pattern_of_a_split_is_typed_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    data = Path("a [1]")
+    for name in ("test-0.parquet", "train-0.parquet"):
+        parquet_of(folder.parent / data, name)
+    with pytest.raises(ValueError) as error:
+        pack(data, Path("out"))
+    words = shlex.split(str(error.value).rpartition(": ")[2])
+    assert packed(Path(words[2]))[0] == ["train-0.parquet"]
+
+
+def test_a_column_that_one_file_lacks_is_named(folder: Path) -> None:
+    data = folder.parent / "data"
+    parquet_of(data, "0.parquet")
+    parquet_of(data, "1.parquet", column="text")
+    with pytest.raises(ValueError, match=r"1\.parquet has no column 'caption'"):
+        packed(data)
+
+
+def test_structs_that_name_files_are_names(folder: Path) -> None:
+    images = [{"bytes": None, "path": name} for name in (*NAMES, NAMES[0])]
+    pq.write_table(pa.table({"image": images, "text": ["a", "b", "c"]}), folder / "t.parquet")
+    counts = pack(folder, folder.parent / "out", captions=folder / "t.parquet").counts
+    assert (counts["samples"], counts["captions"]) == (2, 3)
+
+
+def test_shards_of_an_unfinished_pack_are_refused(folder: Path) -> None:
+    packed(folder, captions=folder / lines({"image": "0.jpg", "caption": "a"})(folder))
+    out = folder.parent / "out"
+    (out / "manifest.json").rename(out / "in_progress.json")
+    for source in (out, out / "*.tar"):
+        with pytest.raises(ValueError, match="out is not finished"):
+            pack(source, folder.parent / "two")

@@ -114,7 +114,8 @@ def test_rows_that_cannot_be_used_are_one_line(
 def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     two = write_parquet(tmp_path / "two.parquet", [[1.0, 2.0]], text=["a"])
     three = write_parquet(tmp_path / "three.parquet", [[1.0, 2.0, 3.0]], text=["b"])
-    ragged = write_parquet(tmp_path / "ragged.parquet", [[1.0, 2.0], [1.0]], text=["a", "b"])
+    rows = [[1.0, 2.0], [1.0], [1.0, 2.0, 3.0]]  # of two numbers in the mean
+    ragged = write_parquet(tmp_path / "ragged.parquet", rows, text=["a", "b", "c"])
     nameless = write_parquet(tmp_path / "nameless.parquet", [[1.0, 2.0]], caption=["a"])
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1")

@@ -222,6 +222,21 @@ def test_of_several_columns_of_captions_the_title_is_taken(tmp_path: Path) -> No
     assert read_captions(tmp_path / "a.csv", tmp_path).captions == ["y, z"]
 
 
+def test_captions_that_are_none_are_no_queries_and_spellings_are_one_image(tmp_path: Path) -> None:
+    rows = "image,caption\n0.jpg,a\n1.jpg,\n2.jpg,nan\n./0.jpg,again\n"
+    (tmp_path / "a.csv").write_text(rows)
+    data = read_captions(tmp_path / "a.csv", tmp_path)
+    assert data.captions == ["a", "again"]
+    assert [image.name for image in data.images] == ["0.jpg"] and [*data.caption_image] == [0, 0]
+
+
+@pytest.mark.parametrize("cell", ["a red, round thing", '"open\n2.jpg,b, c'])
+def test_a_table_that_may_be_misread_is_no_benchmark(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "a.csv").write_text(f"image,caption\n0.jpg,a\n1.jpg,{cell}\n")
+    with pytest.raises(ValueError, match=r"a\.csv: .*(extra_cells|open_quote)"):
+        read_captions(tmp_path / "a.csv", tmp_path)
+
+
 def test_missing_images_are_counted_and_the_option_is_named(make_table: Any, planted: Any) -> None:
     root = make_table([1, 1, 1])
     for path in sorted(root.rglob("*.png"))[1:]:
