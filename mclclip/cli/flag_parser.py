@@ -62,7 +62,8 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def character(text: str) -> str:
-    """Type of a flag that is one character."""
+    """Type of a flag that is one character; backslash and t are a tab."""
+    text = "\t" if text == "\\t" else text
     if len(text) != 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted one character")
     return text

@@ -259,7 +259,6 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
 
 def _text_table(path: Path, delimiter: str) -> Format:
     """Opens a table of text; raises ValueError if its first line is not a header."""
-    delimiter = "	" if delimiter == "\t" else delimiter
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}, expected one character")
     table = csv_format(path, delimiter)

@@ -518,6 +518,7 @@ def test_a_url_in_the_place_of_a_path_is_one_line(main: Any, words: str, named: 
     ("given", "named"),
     [
         (["--seed", "-1"], "--seed: got '-1', wanted a whole number of 0"),
+        (["--delimiter", r"\n"], "--delimiter: got"),
         (["--delimiter", "ab"], "--delimiter: got 'ab', wanted one character"),
         (["--delimiter", ""], "--delimiter: got '', wanted one character"),
         (["--gpu-gib", "nan"], "--gpu-gib is nan"),
