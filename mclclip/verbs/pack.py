@@ -127,9 +127,9 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     held_out: Mapping[str, float]
 
     def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
-        """Returns digests of the table or of the folder's files, and of the pictures it names."""
+        """Returns digests of the files of a folder, or of a table and the pictures that it names."""
         table, source, command = how
-        if table.holds_images:
+        if table.holds_images or os.path.isdir(table.path):
             return table.inputs()
         rows, _ = _join_rows(table, self._finder(table, source, command), Findings())
         files = {row.path: table.root / row.path for row in rows}
