@@ -64,7 +64,9 @@ class Certificate:
     tokens           number of texts that become other tokens
     tokens_of        at most ten of these texts
     image_features   largest difference of unit features, given the same pixels
-    text_features    largest difference of unit features, given the same tokens
+    text_features    largest difference of unit features, given the same tokens, and also if each
+                     encoder reads the texts itself and makes the same tokens of them
+    text_features_own_tokens   largest difference of features if each encoder reads the texts itself
     logit_scale      relative difference of the logit scales
     logits           largest difference of logits, given the same pixels and tokens
     image_features_own_pixels   largest difference of features if each encoder transforms the images
@@ -84,6 +86,7 @@ class Certificate:
     tokens_of: list[str] = field(default_factory=list)
     image_features: float = 0.0
     text_features: float | None = None
+    text_features_own_tokens: float | None = None
     logit_scale: float | None = None
     logits: float | None = None
     image_features_own_pixels: float | None = None
@@ -140,9 +143,9 @@ def compare(
     """Runs the encoders `source` and `other` on the probes, in fp32, and returns the differences.
 
     Both have `preprocess_val` and `encode_image` as `Encoder` does (features may have any shape)
-    and, if they have a text tower, `tokenizer`, `encode_text` and `logit_scale`. If one has none,
-    or there are no texts, only image features of equal pixels are compared. Image transforms and
-    tokenizers are compared unless `other` uses those of `source`.
+    and, if they have a text tower, `tokenizer`, `encode_text` (of strings and of tokens) and
+    `logit_scale`. If one has none, or there are no texts, only image features of equal pixels are
+    compared. Image transforms and tokenizers are compared unless `other` uses those of `source`.
     """
     pixels = torch.stack([source.preprocess_val(image) for image in probes.images.values()])
     images = [_in_batches(encoder.encode_image, pixels) for encoder in (source, other)]
@@ -157,6 +160,13 @@ def compare(
         texts = [_in_batches(encoder.encode_text, tokens) for encoder in (source, other)]
         scales = (source.logit_scale, other.logit_scale)
         logits = [scale * a @ b.T for scale, a, b in zip(scales, images, texts, strict=True)]
+        if rows is None and other.tokenizer is not source.tokenizer:
+            differs = _other_tokens(source, other, probes.texts, tokens)
+            read = [_in_batches(e.encode_text, [*probes.texts]) for e in (source, other)]
+            texts = [torch.cat([a, b[~differs]]) for a, b in zip(texts, read, strict=True)]
+            names = [text[:80] for text, d in zip(probes.texts, differs, strict=True) if d]
+            values |= {"tokens": len(names), "tokens_of": names[:10]}
+            values["text_features_own_tokens"] = _largest(*read)
         values |= {
             "num_texts": len(probes.texts),
             "text_features": _largest(*texts),
@@ -166,8 +176,6 @@ def compare(
         }
         if other.preprocess_val is not source.preprocess_val:
             values |= _compare_pixels(source, other, probes.images, pixels)
-            if rows is None:
-                values |= _compare_tokens(source, other, probes.texts, tokens)
     return Certificate(runtime, len(pixels), bound=bound, notes=[*notes], **values)
 
 
@@ -189,25 +197,24 @@ def _compare_pixels(
     }
 
 
-def _compare_tokens(source: Any, other: Any, texts: Sequence[str], first: Tensor) -> dict[str, Any]:
-    """Returns a certificate's fields about tokenizers; `first` are the tokens of `source`."""
+def _other_tokens(source: Any, other: Any, texts: Sequence[str], first: Tensor) -> Tensor:
+    """Returns which texts become other tokens, bool [N]; `first` are the tokens of `source`."""
     reads_to_end = hasattr(source.tokenizer, "bpe_ranks")  # CLIP ignores tokens after the end
-    differing = []
-    for text, a, b in zip(texts, first, other.tokenizer([*texts]), strict=True):
+    differs = []
+    for a, b in zip(first, other.tokenizer([*texts]), strict=True):
         if reads_to_end:
             a, b = (ids[: int(ids.argmax()) + 1] for ids in (a, b))
-        if not torch.equal(a, b):
-            differing.append(text)
-    return {"tokens": len(differing), "tokens_of": [text[:80] for text in differing[:10]]}
+        differs.append(not torch.equal(a, b))
+    return torch.tensor(differs)
 
 
-def _in_batches(encode: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Returns the features of all rows. The last batch has one row, since an export must work for
-    several batch sizes; in a wrong graph the number of rows would be a constant."""
+def _in_batches(encode: Callable[[Any], Any], rows: Any) -> Tensor:
+    """Returns the features of all rows, or texts. The last batch has one row, since an export must
+    work for several batch sizes; in a wrong graph the number of rows would be a constant."""
     cut = max(len(rows) - 1, 1)
     starts = [*range(0, cut, _BATCH), cut]
     parts = [rows[a:b] for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
-    return torch.cat([encode(part).cpu() for part in parts if len(part)])
+    return torch.cat([torch.as_tensor(encode(part)).cpu() for part in parts if len(part)])
 
 
 def _largest(a: Tensor, b: Tensor) -> float:

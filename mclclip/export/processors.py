@@ -80,13 +80,17 @@ def load_processor(out: Path | str) -> Any:
 
 # --- texts -------------------------------------------------------------------------------------
 
+TEXTS: dict[str, Any] = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+"""Arguments with which an export's tokenizer or processor reads texts as open_clip does."""
+
 
 def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: str = _END) -> None:
     """Writes CLIP's own tokenizer as the files of transformers' ``CLIPTokenizer``.
 
     ``pad`` is the token that fills the space after a text: open_clip takes id 0, which is ``!``,
     and transformers' CLIP repeats the end token. It matters only to models that read behind the
-    end. Raises ValueError for another tokenizer.
+    end. Words of a text are never special tokens, and the padding is not masked, as in open_clip.
+    Raises ValueError for another tokenizer.
     """
     words, merges = getattr(tokenizer, "encoder", None), getattr(tokenizer, "bpe_ranks", None)
     if not isinstance(words, dict) or not isinstance(merges, dict):
@@ -101,6 +105,8 @@ def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: s
         "model_max_length": context_length,
         "do_lower_case": True,
         "errors": "replace",
+        "split_special_tokens": True,
+        "model_input_names": ["input_ids"],
     }
     for name, content in {
         "vocab.json": json.dumps(vocabulary, ensure_ascii=False),
@@ -109,21 +115,6 @@ def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: s
         "tokenizer_config.json": json.dumps(described | special, indent=2),
     }.items():
         files.write_bytes(out / name, content.encode())
-
-
-def write_tokenizer(source: Path, text_tokenizer: Any, out: Path) -> None:
-    """Writes the tokenizer of the model in ``source``.
-
-    CLIP's own is written as files, with open_clip's padding. The files of another one come from
-    ``source``, or from the hub or its cache. Raises FileNotFoundError if they are nowhere.
-    """
-    if hasattr(text_tokenizer, "bpe_ranks"):
-        write_clips_tokenizer(text_tokenizer, int(text_tokenizer(["a"]).shape[1]), out, pad="!")
-        return
-    fetched_tokenizer = _fetch(source, text_tokenizer)
-    weights.copy_tokenizer(source, out)
-    if not (out / config_check.TOKENIZER_CONFIG).is_file():
-        fetched_tokenizer.save_pretrained(str(out))
 
 
 def _fetch(source: Path, text_tokenizer: Any) -> Any:
@@ -141,23 +132,37 @@ def _fetch(source: Path, text_tokenizer: Any) -> Any:
         ) from error
 
 
-def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
-    """Writes a SigLIP model's tokenizer so that it cleans texts as open_clip does.
+def write_tokenizer(source: Path, model: Model, out: Path) -> None:
+    """Writes the tokenizer of the model in ``source`` so that it reads texts as open_clip does.
 
-    SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), which the
-    published files of its tokenizer do not do. The format cannot express the repair of broken
-    Unicode and of HTML entities; the certificate counts texts whose tokens differ. Raises
-    FileNotFoundError if the tokenizer cannot be fetched.
+    It cleans texts first. SigLIP, for example, was trained on texts in lower case without
+    punctuation (`clean: canonicalize`), which the published files of its tokenizer do not do. The
+    format cannot express the repair of broken Unicode and of HTML entities; the certificate counts
+    texts whose tokens differ. Its output has no mask, since open_clip masks no padding: SigLIP
+    reads the feature there.
+
+    CLIP's own tokenizer is written as files, with open_clip's padding where the model reads it. The
+    files of another one come from ``source``, or from the hub or its cache. Raises
+    FileNotFoundError if they are nowhere.
     """
     text_tokenizer = _fetch(source, model.tokenizer)
+    text_cfg = model.config["model_cfg"]["text_cfg"]
+    if hasattr(text_tokenizer, "bpe_ranks"):
+        reads_on = text_cfg.get("no_causal_mask") or text_cfg.get("embed_cls")
+        reads_on = reads_on or text_cfg.get("pool_type", "argmax") != "argmax"
+        length = int(text_tokenizer(["a"]).shape[1])
+        write_clips_tokenizer(text_tokenizer, length, out, pad="!" if reads_on else _END)
+        return
     inner: Any = getattr(text_tokenizer, "tokenizer", None)
-    if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's own, or no fast tokenizer
-        write_tokenizer(source, text_tokenizer, out)
+    if getattr(inner, "backend_tokenizer", None) is None:  # no fast tokenizer
+        weights.copy_tokenizer(source, out)
+        if not (out / config_check.TOKENIZER_CONFIG).is_file():
+            text_tokenizer.save_pretrained(str(out))
         return
     from tokenizers import Regex, Tokenizer, normalizers
 
     transformers = config_check.library()
-    options = model.config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}
+    options = text_cfg.get("tokenizer_kwargs") or {}
     clean = options.get("clean", "whitespace")
     steps: list[Any] = [normalizers.NFC()]  # the steps of open_clip's function for `clean`
     if clean == "canonicalize":
@@ -175,6 +180,7 @@ def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
         tokenizer_object=whole,
         padding_side=inner.padding_side,
         model_max_length=text_tokenizer.context_length,
+        model_input_names=["input_ids"],
         **{name: str(token) for name, token in tokens.items() if token is not None},
     ).save_pretrained(str(out))
     path = out / config_check.TOKENIZER_CONFIG

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mclclip.export import certificate, processors
@@ -74,7 +75,7 @@ def write(source: Source, out: Path) -> None:
     else:
         config, tensors = transformers_layout.clip(model)
     if config["model_type"] == "siglip":
-        processors.write_cleaning_tokenizer(source.directory, model, out)
+        processors.write_tokenizer(source.directory, model, out)
     else:
         length = config["text_config"]["max_position_embeddings"]
         processors.write_clips_tokenizer(model.tokenizer, length, out)
@@ -142,24 +143,22 @@ def silent(transformers: Any) -> Iterator[None]:
 
 
 class _Runtime:
-    """Makes a model of transformers, its tokenizer and an image processor look like an `Encoder`,
+    """Makes a model of transformers, its processor and an image processor look like an `Encoder`,
     for `certificate.compare`."""
 
-    def __init__(self, model: Any, tokenizer: Any, processor: Any) -> None:
-        self.model, self.processor, self._tokenizer = model, processor, tokenizer
-        self.context_length = int(model.config.text_config.max_position_embeddings)
+    def __init__(self, model: Any, processor: Any, images: Any) -> None:
+        self.model, self._processor, self._images = model, processor, images
         self.logit_scale = model.logit_scale.exp().item()
 
     def preprocess_val(self, image: Any) -> Tensor:
         """Picture -> [3, H, W]."""
-        output = self.processor(images=image.convert("RGB"), return_tensors="pt")
+        output = self._images(images=image.convert("RGB"), return_tensors="pt")
         pixels: Tensor = output["pixel_values"][0]
         return pixels
 
     def tokenizer(self, texts: list[str]) -> Tensor:
         """N strings -> int64 [N, context]."""
-        options = {"padding": "max_length", "truncation": True, "max_length": self.context_length}
-        tokens: Tensor = self._tokenizer(texts, return_tensors="pt", **options)["input_ids"]
+        tokens: Tensor = self._processor(text=texts, **processors.TEXTS)["input_ids"]
         return tokens
 
     @torch.no_grad()
@@ -168,9 +167,13 @@ class _Runtime:
         return unit(_rows(self.model.get_image_features(pixel_values=images)))
 
     @torch.no_grad()
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, E]."""
-        return unit(_rows(self.model.get_text_features(input_ids=tokens)))
+    def encode_text(self, texts: Tensor | list[str]) -> Tensor:
+        """N strings, or tokens int64 [N, context] -> unit [N, E]. Strings take the calls that the
+        card shows."""
+        if isinstance(texts, Tensor):
+            return unit(_rows(self.model.get_text_features(input_ids=texts)))
+        inputs = self._processor(text=texts, images=Image.new("RGB", (32, 32)), **processors.TEXTS)
+        return unit(self.model(**inputs).text_embeds)
 
 
 def _rows(output: Any) -> Tensor:
@@ -184,7 +187,9 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     transformers = config_check.library()
     model = load_stages(out) if source.is_concat else load(transformers.AutoModel, out)
     with silent(transformers):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(out), local_files_only=True)
+        processor = transformers.AutoProcessor.from_pretrained(
+            str(out), local_files_only=True, trust_remote_code=False
+        )
         stock = transformers.AutoImageProcessor.from_pretrained
         processors_ = {
             "AutoImageProcessor on Pillow": stock(str(out), use_fast=False),
@@ -194,9 +199,9 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         name = f"transformers {transformers.__version__}, {type(model).__name__}"
         return [
             certificate.compare(
-                source.encoder, _Runtime(model, tokenizer, processor), f"{name}, {what}", probes
+                source.encoder, _Runtime(model, processor, images), f"{name}, {what}", probes
             )
-            for what, processor in processors_.items()
+            for what, images in processors_.items()
         ]
 
 
@@ -204,15 +209,26 @@ def usage(source: Source) -> str:
     """Returns a text for the model card on how to load the export."""
     options = ", trust_remote_code=True" * source.is_concat
     code = "; the model's code lies beside its weights" * source.is_concat
-    others = "sentence-transformers loads the folder too."
+    others, chances = "sentence-transformers loads the folder too.", "softmax(dim=-1)"
     if source.is_concat:
         others = "sentence-transformers does not know a joined encoder: export the soup or a stage."
+    elif transformers_layout.is_siglip(source.encoder.stages[0]):
+        chances = "sigmoid()"
+        others = (
+            'Texts need `padding="max_length"`, since the model reads their padding. '
+            "sentence-transformers pads them less, and its embeddings of texts are wrong."
+        )
     return f'''```python
 from transformers import AutoModel, AutoProcessor, pipeline
 
 classify = pipeline("zero-shot-image-classification", model="FOLDER"{options})
 model = AutoModel.from_pretrained("FOLDER"{options})
 processor = AutoProcessor.from_pretrained("FOLDER"{options})
+inputs = processor(
+    text=["a dog", "a cat"], images=picture, padding="max_length", truncation=True,
+    return_tensors="pt",
+)
+chances = model(**inputs).logits_per_image.{chances}
 ```
 
 FOLDER is this folder or repository{code}. The image processor is transformers' own, and the table

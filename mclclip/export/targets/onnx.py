@@ -5,7 +5,8 @@
                   (rows float32 [batch, W] where ``model.text_rows`` stands for texts)
     *.onnx.data   weights of a graph beside it, if they have more than 2 GB
     encoder.json  preprocessing of pictures, logit scale, context length, number format
-    vocab.json, merges.txt, tokenizer_config.json   CLIP's tokenizer, or that of the model
+    vocab.json, merges.txt, tokenizer_config.json   CLIP's tokenizer, or that of the model, for
+                  transformers' AutoTokenizer
 
 The batch may have any size. A joined encoder becomes one image graph: the trunk is in it once, and
 its output is the joined feature. Graphs are made by torch's exporter (``torch.export``, opset 18).
@@ -37,7 +38,7 @@ from mclclip.data.text_rows import TextRows
 from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import ExportTarget, Precision, Source
-from mclclip.models import weights
+from mclclip.models import config_check, weights
 from mclclip.models.encoder import Encoder, join_image_features, join_text_features
 from mclclip.models.model import unit
 from mclclip.models.towers import pair
@@ -92,9 +93,9 @@ class TextGraph(nn.Module):
 def write(source: Source, out: Path) -> None:
     """Writes all files.
 
-    Raises ValueError if onnx is not installed, or torch cannot trace the model.
+    Raises ValueError if a package is not installed, or torch cannot trace the model.
     """
-    for name in ("onnx", "onnxruntime", "onnxscript"):
+    for name in ("onnx", "onnxruntime", "onnxscript", "transformers"):
         files.needed(name, *_NEEDS)
     first: Any = source.encoder.stages[0]
     height, width = pair(first.image_size)
@@ -107,7 +108,7 @@ def write(source: Source, out: Path) -> None:
         tokens = first.empty_texts(2) if takes_rows else first.tokenizer(["a dog", "a"])
         _export(TextGraph(source.encoder), "tokens", tokens, out / TEXT, source.precision)
         if not takes_rows:
-            processors.write_tokenizer(source.directory, first.tokenizer, out)
+            processors.write_tokenizer(source.directory, first, out)
         shape = ["batch", int(tokens.shape[1])]
         bias = getattr(first.clip, "logit_bias", None)
         described["text"] = {"file": TEXT, "input": "tokens", "shape": shape}
@@ -217,7 +218,9 @@ def _halve(graph: Any) -> None:
 class OnnxEncoder:
     """Runs the graphs in a folder by onnxruntime on the CPU, with the methods of an `Encoder`.
 
-    Graphs have no image transform and no tokenizer: those of the encoder `like` are used.
+    Graphs have no image transform: that of the encoder `like` is used. The tokenizer is read from
+    the folder by transformers; where there is none, because rows stand for texts or there is no
+    text tower, it is that of `like`.
     """
 
     def __init__(self, folder: Path, like: Any) -> None:
@@ -236,14 +239,24 @@ class OnnxEncoder:
         self.embed_dim = int(described["features"]["width"])
         self.logit_scale = float(described.get("logit_scale", 1.0))
         self.preprocess_val, self.tokenizer = like.preprocess_val, like.tokenizer
+        if (folder / config_check.TOKENIZER_CONFIG).is_file():
+            self._reader = config_check.library().AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            self.tokenizer = self._read
 
     def encode_image(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> unit [B, E]."""
         return self._run(IMAGE, "pixels", images.float())
 
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, E]."""
+    def encode_text(self, texts: Tensor | list[str]) -> Tensor:
+        """N strings, or tokens int64 [N, context] -> unit [N, E]."""
+        tokens = texts if isinstance(texts, Tensor) else self.tokenizer(texts)
         return self._run(TEXT, "tokens", tokens)
+
+    def _read(self, texts: list[str]) -> Tensor:
+        tokens: Tensor = self._reader(texts, **processors.TEXTS)["input_ids"]
+        return tokens
 
     def _run(self, name: str, input_name: str, rows: Tensor) -> Tensor:
         features = self._sessions[name].run(None, {input_name: rows.cpu().numpy()})[0]

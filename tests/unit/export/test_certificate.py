@@ -45,16 +45,30 @@ def other_pixels(encoder: Any) -> None:
     encoder.preprocess_val = lambda image: own(image) + 10 / 255 / deviation
 
 
+def masked_texts(encoder: Any) -> None:
+    """As a library that masks the padding of the texts it reads, though their tokens are equal."""
+    encode, tokenize = encoder.encode_text, encoder.tokenizer
+
+    def read(texts: Any) -> Any:
+        return encode(texts if isinstance(texts, torch.Tensor) else tokenize(texts).roll(1, 0))
+
+    encoder.encode_text = read
+
+
 @pytest.mark.parametrize(
     ("change", "differing"),
     [
         (lambda encoder: None, set()),
-        (move("transformer.resblocks.0.mlp.c_fc.weight"), {"text_features", "logits"}),
+        (
+            move("transformer.resblocks.0.mlp.c_fc.weight"),
+            {"text_features", "text_features_own_tokens", "logits"},
+        ),
         (
             move("visual.transformer.resblocks.0.mlp.c_fc.weight"),
             {"image_features", "image_features_own_pixels", "logits"},
         ),
-        (other_tokens, {"tokens"}),
+        (other_tokens, {"tokens", "text_features_own_tokens"}),
+        (masked_texts, {"text_features", "text_features_own_tokens"}),
         (other_pixels, {"pixels", "image_features_own_pixels"}),
     ],
 )
@@ -66,7 +80,7 @@ def test_what_differs_is_found_where_it_is_and_nowhere_else(
     change(other)
     found = certificate.compare(own, other, "x", PROBES)
     names = {"image_features", "text_features", "logits", "pixels", "tokens"}
-    names |= {"image_features_own_pixels"}
+    names |= {"image_features_own_pixels", "text_features_own_tokens"}
     assert {name for name in names if getattr(found, name) > 1e-4} == differing
     assert found.holds == (not differing & {"image_features", "text_features"})
     assert found.tokens_of == (["a dog"] if "tokens" in differing else [])

@@ -126,6 +126,7 @@ def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str)
     proof = the_certificate(out)
     assert proof["image_features"] <= 1e-5 and (proof["text_features"] or 0.0) <= 1e-5
     assert (proof["text_features"] is None) == (len(encode) == 1) and proof["num_images"] == 15
+    assert (proof["tokens"] is None) == (len(encode) == 1)
     if to == "open_clip":
         assert proof["image_features"] == proof["text_features"] == proof["pixels"] == 0.0
         assert proof["tokens"] == 0
@@ -252,20 +253,38 @@ def test_a_joined_encoder_holds_its_trunk_once_and_is_saved_again(
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.equal(again.get_image_features(pixels), model.get_image_features(pixels))
+        tokens = mclclip.load_model(tmp_path / "concat").tokenizer(["a dog", "two red cups"])
+        traced = torch.jit.trace(model, (tokens[:1], pixels[:1]), strict=False)  # of any batch
+        torch.testing.assert_close(
+            traced(tokens, pixels)["logits_per_image"], model(tokens, pixels).logits_per_image
+        )
     proof = the_certificate(out)
     assert proof["pixels"] == 0.0 and proof["logits"] <= 1e-4
 
 
-def test_siglips_logits_have_its_bias(tmp_path: Path, transformers: Any) -> None:
+PICTURE = certificate.draw_images()["smooth 300x500"]
+
+
+@torch.no_grad()
+def logits_by_processor(out: Path, texts: list[str]) -> Tensor:
+    """As the card says; the image processor has other pixels than open_clip's transform."""
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.AutoProcessor.from_pretrained(out)
+    inputs = processor(
+        text=texts, images=PICTURE, padding="max_length", truncation=True, return_tensors="pt"
+    )
+    logits: Tensor = transformers.AutoModel.from_pretrained(out).eval()(**inputs).logits_per_image
+    return logits
+
+
+def test_siglips_logits_have_its_bias(tmp_path: Path) -> None:
     source = siglip(tmp_path / "own")
     out = convert.run("hf", source, tmp_path / "hf")
-    model, own = transformers.SiglipModel.from_pretrained(out).eval(), mclclip.load_model(source)
-    pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    tokens = own.tokenizer(["a dog", "two cups"])
-    with torch.no_grad():
-        found = model(input_ids=tokens, pixel_values=pixels).logits_per_image
-    wanted = own.logit_scale * own.encode_image(pixels) @ own.encode_text(tokens).T - 10.0
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+    texts = ["a photo of a dog", "two cups! ", "wow!"]
+    logits, own = logits_by_processor(out, texts), mclclip.load_model(source)
+    images = own.preprocess_val(PICTURE)[None]
+    wanted = own.logit_scale * own.encode_image(images) @ own.encode_text(own.tokenizer(texts)).T
+    torch.testing.assert_close(logits, wanted - 10.0, atol=0.05, rtol=0)
     assert the_certificate(out, 2)["pixels"] == 0.0
 
 
@@ -312,7 +331,14 @@ def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(
     read = transformers.AutoTokenizer.from_pretrained(out)
     found = read(texts, padding="max_length", truncation=True, return_tensors="pt")
     assert torch.equal(found["input_ids"], own) and len({*own[0].tolist()}) > 4
-    assert the_certificate(out)["tokens_of"] == ["rock &amp; roll"]  # HTML's entities
+    proof = the_certificate(out)
+    assert proof["tokens_of"] == ["rock &amp; roll"]  # HTML's entities
+    assert proof["text_features"] <= 1e-5 < proof["text_features_own_tokens"]
+    encoder = mclclip.load_model(source)
+    words = encoder.encode_text(encoder.tokenizer(texts))
+    images = encoder.encode_image(encoder.preprocess_val(PICTURE)[None])
+    wanted = encoder.logit_scale * images @ words.T - 10.0
+    torch.testing.assert_close(logits_by_processor(out, texts), wanted, atol=0.05, rtol=0)
     config = json.loads((out / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
 
