@@ -165,7 +165,7 @@ class Trunk(nn.Module):
     def forward(self, pixels: Tensor) -> list[Tensor]:
         """[B, C, H, W] -> the states [B, tokens, width] before each block, and after the last."""
         patches = self.conv1(pixels.to(self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
-        first = self.class_embedding.expand(len(patches), 1, -1)
+        first = self.class_embedding.expand(patches.shape[0], 1, -1)
         hidden = torch.cat([first, patches], dim=1) + self.positional_embedding
         states = [self.ln_pre(hidden)]
         for block in self.blocks:
@@ -224,7 +224,7 @@ class TextTower(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, causal=True)
         ends = tokens.argmax(dim=-1)
-        feature: Tensor = self.proj(self.ln_final(hidden[torch.arange(len(tokens)), ends]))
+        feature: Tensor = self.proj(self.ln_final(hidden[torch.arange(tokens.shape[0]), ends]))
         return feature
 
 
