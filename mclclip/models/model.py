@@ -26,6 +26,7 @@ from mclclip.models.transforms import Transform
 from mclclip.util import files
 
 MAX_LOGIT_SCALE = 100.0
+"""The largest logit scale in training, unless a training begins with a larger one."""
 NO_TEXT = (
     "the model is an image encoder without a text tower: take a CLIP model for what needs texts, "
     "such as zero-shot classification and retrieval"
@@ -75,9 +76,11 @@ class Model(nn.Module):
         super().__init__()
         self.reads_texts = tokenizer is not None
         # The largest values of parameters, by name; the optimizer sets larger ones back to them.
-        self.upper_bounds = (
-            {"clip.logit_scale": math.log(MAX_LOGIT_SCALE)} if self.reads_texts else {}
-        )
+        self.upper_bounds: dict[str, float] = {}
+        if self.reads_texts:
+            start, bound = exported.logit_scale, math.log(MAX_LOGIT_SCALE)
+            bound = bound if start.is_meta else max(bound, start.item())
+            self.upper_bounds["clip.logit_scale"] = bound
         self.part = "clip" if self.reads_texts else "tower"
         setattr(self, self.part, exported)
         self.tokenizer = tokenizer if self.reads_texts else _refuse_texts
@@ -296,15 +299,11 @@ class Model(nn.Module):
         return digest.hexdigest()
 
     def logit_scale(self) -> Tensor:
-        """Returns the multiplier of cosines, 0-dimensional, at most 100; 1 without a text tower.
-
-        The gradient passes through the cap. OpenAI's logit scale is ln 100, whose exponential in
-        fp32 is just above 100: a cap that stops the gradient would keep it there for ever.
-        """
+        """Returns the multiplier of cosines, 0-dimensional; 1 without a text tower."""
         if not self.reads_texts:
             return torch.ones(())
         scale: Tensor = self.clip.logit_scale.reshape(()).exp()
-        return scale + (scale.clamp(max=MAX_LOGIT_SCALE) - scale).detach()
+        return scale
 
     @property
     def has_logit_bias(self) -> bool:

@@ -27,8 +27,9 @@ def write(source: Source, out: Path) -> None:
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """Compares the model in the folder, with its image transform and tokenizer, in open_clip."""
-    runtime = f"open_clip {version('open_clip_torch')}"
+    """Compares the model in the folder, with its image transform and tokenizer, in open_clip, as
+    mclclip loads it."""
+    runtime = f"open_clip {version('open_clip_torch')}, loaded by mclclip"
     notes = _notes_on_size(source.encoder.stages[0])
     return [certificate.compare(source.encoder, load_model(out), runtime, probes, notes=notes)]
 

@@ -16,6 +16,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 from open_clip.hf_model import HFTextEncoder
 
 from mclclip.models import towers
+from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.models.memory import load_shapes
@@ -306,16 +307,21 @@ def test_forward_gives_unit_features(vit: Model, images: Tensor, tokens: Tensor)
     assert {value.dtype for value in output.values()} == {torch.float64}
 
 
-def test_logit_scale_is_capped_but_can_fall(vit: Model) -> None:
-    parameter: nn.Parameter = vit.clip.logit_scale
-    nn.init.constant_(parameter, math.log(100.0))  # in fp32 it exponentiates to above 100
-    scale = vit.logit_scale()
-    assert scale.item() == 100.0
-    scale.backward()
-    assert parameter.grad is not None
-    assert parameter.grad.item() == pytest.approx(100.0)
-    nn.init.constant_(parameter, 5.0)
-    assert vit.logit_scale().item() == pytest.approx(100.0)
+def test_a_published_logit_scale_above_100_stays_and_is_the_bound_of_training(
+    images: Tensor, tokens: Tensor
+) -> None:
+    """As that of ViT-SO400M-14-SigLIP-384."""
+    vit = load_towers(tiny_config(init_logit_scale=math.log(112.33)))
+    start = vit.clip.logit_scale.item()
+    assert vit.logit_scale().item() == pytest.approx(112.33)
+    assert Encoder([vit]).logit_scale == pytest.approx(112.33)
+    vit.lock(1, logit_scale=True)
+    optimizer = build_optimizer(vit, weight_decay=0.0, lr=0.5)
+    output = vit(image=images, text=tokens)
+    assert output["logit_scale"].item() == pytest.approx(112.33)
+    (-output["logit_scale"] - output["image_features"].sum()).backward()  # drives it up
+    optimizer.step()
+    assert vit.clip.logit_scale.item() == start
 
 
 @pytest.mark.parametrize("trained", [True, False])
