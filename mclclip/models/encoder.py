@@ -21,9 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from mclclip.data.text_rows import TextRows
 from mclclip.models import weights
 from mclclip.models.encoder_names import resolve_name
-from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
+from mclclip.models.inputs import (
+    Picture,
+    batch_of,
+    check_tokens,
+    pictures_of,
+    texts_of,
+    transform_picture,
+)
 from mclclip.models.loading import common_config, load_towers
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
@@ -133,10 +141,14 @@ class Encoder(nn.Module):
             width=width,
         )
 
+    def _moved(self, rows: Tensor) -> Tensor:
+        """Moves a batch to the models' device; floating-point numbers take their dtype too."""
+        return rows.to(next(self.parameters()) if rows.is_floating_point() else self.device)
+
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
         """[B, 3, H, W] -> features [B, D] of each stage, not of unit length. Trunks run once."""
-        images, number = images.to(self.device), self.num_trunk_blocks
+        images, number = self._moved(images), self.num_trunk_blocks
         if not number:
             return [model.encode_image(images)[:, : self.width] for model in self.stages]
         hidden = self.stages[0].encode_trunk(images, number)
@@ -145,7 +157,7 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
         """[B, context] int64 -> every stage's text features [B, D], not of unit length."""
-        tokens = tokens.to(self.device)
+        tokens = self._moved(tokens)
         if self.shared_text:
             return [self.stages[0].encode_text(tokens)[:, : self.width]] * len(self.stages)
         return [model.encode_text(tokens)[:, : self.width] for model in self.stages]
@@ -164,8 +176,8 @@ class Encoder(nn.Module):
 
         Pictures are paths, PIL images, arrays uint8 [H, W, 3] (or one [N, H, W, 3]), bytes or open
         files of encoded pictures, and tensors [3, H, W] that `preprocess_val` made. One tensor
-        [B, 3, H, W] gives a tensor [B, E]. Raises FileNotFoundError for a path that is missing, and
-        ValueError for what is no picture.
+        [B, 3, H, W], or [3, H, W], gives a tensor [B, E]. Raises FileNotFoundError for a path that
+        is missing, and ValueError for what is no picture.
         """
         if not isinstance(images, Tensor):
             parts = []
@@ -173,6 +185,9 @@ class Encoder(nn.Module):
                 pixels = [transform_picture(picture, self.preprocess_val) for picture in part]
                 parts.append(self.encode_image(torch.stack(pixels)))
             return self._joined(parts)
+        images = batch_of(images, self.image_shape[0])
+        if not len(images):
+            return torch.zeros(0, self.embed_dim, device=self.device)
         features = self.stage_features(images)
         if self.variant is None:
             return unit(features[0])
@@ -192,12 +207,15 @@ class Encoder(nn.Module):
 
         Joined stages have their text features side by side; if they share a text tower, its feature
         stands there once for each stage. A tensor of tokens [B, context] int64 gives a tensor
-        [B, E]. Raises ValueError if the model has no text tower.
+        [B, E]. Raises ValueError if the model has no text tower, and for what is no text.
         """
         if not isinstance(tokens, Tensor):
             several = _parts(texts_of(tokens), batch_size)
             parts = [self.encode_text(self.tokenizer(texts)) for texts in several]
             return self._joined(parts)
+        check_tokens(tokens, are_rows=isinstance(self.tokenizer, TextRows))
+        if not len(tokens):
+            return torch.zeros(0, self.embed_dim, device=self.device)
         features = self.stage_text_features(tokens)
         if self.variant is None:
             return unit(features[0])
@@ -217,7 +235,7 @@ class Encoder(nn.Module):
         """
         if self.variant is not None:
             raise ValueError("a joined encoder has no pooled features: use feature=projected")
-        return unit(self.stages[0].encode_pooled(images.to(self.device)))
+        return unit(self.stages[0].encode_pooled(self._moved(images)))
 
     def query_text(self, tokens: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
         """[B, context] int64 -> queries [B, S*D] for an index of all stages' embeddings, which
@@ -246,6 +264,8 @@ class Encoder(nn.Module):
 
 
 def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
+    if size < 1:
+        raise ValueError(f"batch_size is {size}: wanted 1 or more")
     return [[*items[start : start + size]] for start in range(0, len(items), size)]
 
 

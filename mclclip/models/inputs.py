@@ -57,6 +57,28 @@ def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tens
         raise ValueError(f"{name} cannot be decoded ({error}): leave it out") from None
 
 
+def batch_of(pixels: Tensor, num_channels: int) -> Tensor:
+    """Returns pixels of `preprocess_val` as [B, C, H, W]; one picture [C, H, W] is a batch of one.
+
+    Raises ValueError for another shape, and for integers.
+    """
+    batch = pixels[None] if pixels.ndim == 3 else pixels
+    fits = batch.ndim == 4 and batch.shape[1] == num_channels
+    if not (fits and batch.is_floating_point()):
+        raise ValueError(
+            f"images is {_kind(pixels)}: wanted one tensor [{num_channels}, H, W] or a batch "
+            f"[B, {num_channels}, H, W] of floating-point numbers, as preprocess_val makes"
+        )
+    return batch
+
+
+def check_tokens(tokens: Tensor, *, are_rows: bool) -> None:
+    """Raises ValueError unless ``tokens`` is a batch of tokens; with ``are_rows``, of text rows."""
+    if tokens.ndim != 2 or tokens.is_floating_point() != are_rows:
+        wanted = "rows [B, W] of floating-point numbers" if are_rows else "int64 [B, context]"
+        raise ValueError(f"tokens is {_kind(tokens)}: wanted {wanted}, as the tokenizer makes")
+
+
 def _bytes_of(picture: Any) -> tuple[bytes, str]:
     """Returns the bytes of an encoded picture, and what messages call it, for example its path."""
     if isinstance(picture, str | Path):

@@ -75,14 +75,14 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.reads_texts = tokenizer is not None
+        self.part = "clip" if self.reads_texts else "tower"
+        setattr(self, self.part, exported)
         # The largest values of parameters, by name; the optimizer sets larger ones back to them.
         self.upper_bounds: dict[str, float] = {}
         if self.reads_texts:
-            start, bound = exported.logit_scale, math.log(MAX_LOGIT_SCALE)
+            start, bound = self.clip.logit_scale, math.log(MAX_LOGIT_SCALE)
             bound = bound if start.is_meta else max(bound, start.item())
             self.upper_bounds["clip.logit_scale"] = bound
-        self.part = "clip" if self.reads_texts else "tower"
-        setattr(self, self.part, exported)
         self.tokenizer = tokenizer if self.reads_texts else _refuse_texts
         self.config = copy.deepcopy(dict(config))
         self.embed_dim = int(self.config["model_cfg"]["embed_dim"])

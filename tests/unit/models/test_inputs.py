@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,38 @@ def test_a_picture_has_the_same_features_in_every_form(encoder: Encoder, path: P
     several = encoder.encode_image([array, data, io.BytesIO(data), pixels])
     np.testing.assert_allclose(several, np.repeat(wanted, 4, 0), atol=1e-6)
     np.testing.assert_allclose(encoder.encode_image(np.stack([array] * 2)), several[:2])
-    assert isinstance(encoder.encode_image(pixels[None]), torch.Tensor)
+    for tensor in (pixels, pixels[None]):
+        features = encoder.encode_image(tensor)
+        assert isinstance(features, torch.Tensor)
+        np.testing.assert_allclose(features.numpy(), wanted, atol=1e-6)
+
+
+def test_no_pictures_and_no_texts_have_no_features(encoder: Encoder) -> None:
+    assert encoder.encode_image([]).shape == encoder.encode_text([]).shape == (0, 8)
+    assert encoder.encode_image(torch.zeros(0, 3, 16, 16)).shape == (0, 8)
+    assert encoder.encode_text(torch.zeros(0, 8, dtype=torch.int64)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_converted_encoder_takes_pictures_and_texts(
+    encoder: Encoder, path: Path, dtype: torch.dtype
+) -> None:
+    converted, pixels = copy.deepcopy(encoder).to(dtype), encoder.preprocess_val(Image.open(path))
+    for images in (path, [pixels], pixels[None], pixels[None].to(dtype)):
+        features = np.asarray(converted.encode_image(images))
+        np.testing.assert_allclose(features, encoder.encode_image([path]), atol=0.05)
+    np.testing.assert_allclose(
+        converted.encode_text("a dog"), encoder.encode_text("a dog"), atol=0.05
+    )
+    assert converted.encode_pooled(pixels[None]).shape == (1, 16)
 
 
 @pytest.mark.parametrize(
     "images",
     [
+        torch.zeros(16, 16),
+        torch.zeros(2, 4, 16, 16),
+        torch.zeros(2, 3, 16, 16, dtype=torch.uint8),
         [torch.zeros(16, 16)],
         [torch.zeros(3, 16, 16, dtype=torch.uint8)],
         [np.zeros((16, 16, 3))],
@@ -68,6 +95,22 @@ def test_what_is_no_picture_is_one_line(encoder: Encoder, images: Any) -> None:
     with pytest.raises(ValueError) as raised:
         encoder.encode_image(images)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "tokens", [torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)], ids=["one row", "floats"]
+)
+def test_what_are_no_tokens_is_one_line(encoder: Encoder, tokens: torch.Tensor) -> None:
+    with pytest.raises(ValueError) as raised:
+        encoder.encode_text(tokens)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_batch_has_at_least_one_row(encoder: Encoder, path: Path) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        encoder.encode_image([path], batch_size=0)
+    with pytest.raises(ValueError, match="batch_size"):
+        encoder.encode_text(["a dog"], batch_size=0)
 
 
 @pytest.mark.parametrize("texts", [[None], None, [3], 3, ["a dog", float("nan")]], ids=str)
