@@ -122,6 +122,7 @@ def write(source: Source, out: Path) -> None:
             "size": [height, width],
             "resize_mode": settings.get("resize_mode") or "shortest",
             "interpolation": settings.get("interpolation") or "bicubic",
+            "fill_color": settings.get("fill_color") or 0,  # beside pictures of "longest"
             "scale": 1 / 255,
             "mean": list(settings["mean"]),
             "std": list(settings["std"]),

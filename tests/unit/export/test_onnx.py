@@ -18,6 +18,7 @@ import torch
 from mclclip.export import certificate, convert
 from mclclip.export.targets import Precision
 from mclclip.export.targets import onnx as target
+from mclclip.models.loading import load_towers
 from mclclip.run import artifacts
 from mclclip.util.remake import Remake
 from tests.matrix import in_soak
@@ -64,7 +65,9 @@ def test_int8_says_what_stays_fp32(tmp_path: Path) -> None:
 def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An image encoder, and its graph; read only."""
     folder = tmp_path_factory.mktemp("images")
-    source = source_of("image_encoder", folder)
+    look = {"size": [32, 32], "resize_mode": "longest", "fill_color": 128}
+    clip, source = exported(folder / "clip", preprocess_cfg=look), folder / "images"
+    load_towers(clip, text=False).save(source)
     return source, convert.run("onnx", source, folder / "onnx")
 
 
@@ -73,6 +76,7 @@ def test_an_image_encoder_has_one_graph(images: tuple[Path, Path]) -> None:
     _, out = images
     described = json.loads((out / "encoder.json").read_text())
     assert not (out / "text.onnx").exists() and "logit_scale" not in described
+    assert described["preprocess"]["fill_color"] == 128
     proof = the_certificate(out)
     assert proof["pixels"] is None and proof["runtime"].startswith("onnxruntime ")
     session = importlib.import_module("onnxruntime").InferenceSession(str(out / "image.onnx"))
