@@ -42,6 +42,8 @@ TEXTS = (
     "un café à côté de l'église",
     "it's 12:30 -- 50% off (today)",
     "rock &amp; roll",
+    "the \u201cbest\u201d dog\u2019s caf\u00e9",  # curly quotes
+    "\ufb01ne \uff37\uff29\uff24\uff25 letters",  # a ligature, full-width letters
     "  spaces   and\ttabs ",
     "写真 🐈",
     "",

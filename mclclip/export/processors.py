@@ -21,6 +21,11 @@ _PROCESSOR = "image_processing_open_clip"  # module of `OpenClipImageProcessor`,
 EXACT = "exact_processor"
 """The folder of an export that holds the image processor with open_clip's pixels."""
 _START, _END = "<|startoftext|>", "<|endoftext|>"
+_REPAIRS = {
+    "[\u02bc\u2018-\u201b]": "'", "[\u201c-\u201f]": '"',
+    "\ufb00": "ff", "\ufb01": "fi", "\ufb02": "fl", "\ufb03": "ffi", "\ufb04": "ffl",
+}  # fmt: skip
+"""What ftfy, by which open_clip cleans texts, makes of curly quotes and of ligatures."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 # --- images ------------------------------------------------------------------------------------
@@ -137,9 +142,9 @@ def write_tokenizer(source: Path, model: Model, out: Path) -> None:
 
     It cleans texts first. SigLIP, for example, was trained on texts in lower case without
     punctuation (`clean: canonicalize`), which the published files of its tokenizer do not do. The
-    format cannot express the repair of broken Unicode and of HTML entities; the certificate counts
-    texts whose tokens differ. Its output has no mask, since open_clip masks no padding: SigLIP
-    reads the feature there.
+    format cannot express the repair of broken Unicode and of HTML entities, and full-width letters
+    are left as they are; the certificate counts texts whose tokens differ. Its output has no mask,
+    since open_clip masks no padding: SigLIP reads the feature there.
 
     CLIP's own tokenizer is written as files, with open_clip's padding where the model reads it. The
     files of another one come from ``source``, or from the hub or its cache. Raises
@@ -164,7 +169,9 @@ def write_tokenizer(source: Path, model: Model, out: Path) -> None:
     transformers = config_check.library()
     options = text_cfg.get("tokenizer_kwargs") or {}
     clean = options.get("clean", "whitespace")
-    steps: list[Any] = [normalizers.NFC()]  # the steps of open_clip's function for `clean`
+    # The steps of open_clip's function for `clean`:
+    steps: list[Any] = [normalizers.Replace(Regex(a), b) for a, b in _REPAIRS.items()]
+    steps.append(normalizers.NFC())
     if clean == "canonicalize":
         marks = "".join(f"\\{mark}" for mark in string.punctuation if mark != "_")
         steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{marks}]"), "")]

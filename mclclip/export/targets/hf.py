@@ -231,6 +231,9 @@ inputs = processor(
 chances = model(**inputs).logits_per_image.{chances}
 ```
 
+Clean texts by `ftfy.fix_text(html.unescape(text))` first: curly quotes, ligatures, full-width
+letters and HTML entities may become other tokens here than in the training.
+
 FOLDER is this folder or repository{code}. The image processor is transformers' own, and the table
 below says how far its pixels are from those of the training. {others} The exact one lies in
 `{processors.EXACT}/` with its code:

@@ -307,7 +307,7 @@ def with_a_tokenizer_of_its_own(folder: Path, clean: str) -> Path:
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of whole words, which knows nothing of cases and punctuation."""
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
-    words = "<pad> </s> <unk> a photo of the dog DOG cat it s its two , ! red_cups".split()
+    words = "<pad> </s> <unk> a photo of off the dog DOG cat it s its two , ! red_cups".split()
     vocabulary = {word: number for number, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -330,7 +330,8 @@ def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(
     assert not (tmp_path / "hf").exists()
     save_tokenizer(source)
     out = convert.run("hf", source, tmp_path / "hf")
-    texts = ["A photo, of the DOG!", "  it's\ta  cat ", "two red_cups", "", "dog " * 50]
+    texts = ["A photo, of the DOG!", "  it\u2019s\ta  cat ", "two red_cups", "", "dog " * 50]
+    texts += ["the \u201cdog\u201d", "o\ufb00 the dog"]
     own = mclclip.load_model(source).tokenizer(texts)
     read = transformers.AutoTokenizer.from_pretrained(out)
     found = read(texts, padding="max_length", truncation=True, return_tensors="pt")
