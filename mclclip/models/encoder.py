@@ -33,7 +33,7 @@ from mclclip.models.inputs import (
     transform_picture,
 )
 from mclclip.models.loading import common_config, load_towers
-from mclclip.models.model import Model, unit
+from mclclip.models.model import NO_TEXT, Model, unit
 from mclclip.models.options import Variant
 from mclclip.util import files
 from mclclip.util.options import brief, with_prefix
@@ -209,6 +209,8 @@ class Encoder(nn.Module):
         stands there once for each stage. A tensor of tokens [B, context] int64 gives a tensor
         [B, E]. Raises ValueError if the model has no text tower, and for what is no text.
         """
+        if not self.stages[0].reads_texts:
+            raise ValueError(NO_TEXT)
         if not isinstance(tokens, Tensor):
             several = _parts(texts_of(tokens), batch_size)
             parts = [self.encode_text(self.tokenizer(texts)) for texts in several]

@@ -75,8 +75,8 @@ def batch_of(pixels: Tensor, num_channels: int) -> Tensor:
 def check_tokens(tokens: Tensor, *, are_rows: bool) -> None:
     """Raises ValueError unless ``tokens`` is a batch of tokens; with ``are_rows``, of text rows."""
     if tokens.ndim != 2 or tokens.is_floating_point() != are_rows:
-        wanted = "rows [B, W] of floating-point numbers" if are_rows else "int64 [B, context]"
-        raise ValueError(f"tokens is {_kind(tokens)}: wanted {wanted}, as the tokenizer makes")
+        shape = "rows [B, W] of floating-point numbers" if are_rows else "int64 [B, context]"
+        raise ValueError(f"tokens is {_kind(tokens)}: wanted {shape}, as the tokenizer makes")
 
 
 def _bytes_of(picture: Any) -> tuple[bytes, str]:
