@@ -12,7 +12,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -257,11 +257,9 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
     bootstrap over all units. For rankings, interval and test are a bootstrap over units.
     """
     check_same_items(a, b)
-    value, num_units = a.value() - b.value(), int(a.resampling_group.max()) + 1
+    value, num_units = subtract(a, b), int(a.resampling_group.max()) + 1
     if not a.rule.is_share:
-        drawn = _draw_statistics(
-            a.resampling_group, lambda weights: a.value(weights) - b.value(weights)
-        )
+        drawn = _draw_statistics(a.resampling_group, partial(subtract, a, b))
         low, high = map(float, np.quantile(drawn, [0.025, 0.975]))
     if a.truth is not None:
         tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
@@ -275,7 +273,7 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
     if a.rule.is_share:
         low, high = _interval(values, largest, stratum)
         items = float(np.sum(a.values) - np.sum(b.values))
-    if len(np.unique(np.abs(values[values != 0]).round(12))) <= 1:
+    if len(np.unique(np.abs(_rounded(values[values != 0])))) <= 1:
         p_value, test = mcnemar(wins, losses), "McNemar, exact"
     else:
         p_value, test = permutation(values), "permutation"
@@ -328,12 +326,13 @@ def _rarer_units(ranking: Outcomes) -> int:
 def permutation(values: FloatArray) -> float:
     """The two-sided p-value of a sum of differences [U] if each sign could as well be the other."""
     rng, draws = np.random.default_rng(SEED), NUM_DRAWS
-    sizes, counts = np.unique(np.abs(values[values != 0]).round(12), return_counts=True)
+    rounded = _rounded(values)
+    sizes, counts = np.unique(np.abs(rounded[rounded != 0]), return_counts=True)
     sums = np.zeros(draws)
     for size, count in zip(sizes, counts, strict=True):
         sums += size * (2.0 * rng.binomial(count, 0.5, draws) - count)
     # Sums in another order round differently: 1e-9 lets those that are equal count as reached.
-    reached = np.count_nonzero(np.abs(sums) >= abs(float(values.sum())) - 1e-9 * sizes.sum())
+    reached = np.count_nonzero(np.abs(sums) >= abs(float(rounded.sum())) - 1e-9 * sizes.sum())
     return (1 + int(reached)) / (1 + draws)
 
 
@@ -350,9 +349,28 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in corrected]
 
 
+def subtract(a: Outcomes, b: Outcomes, weights: FloatArray | None = None) -> float:
+    """Returns the value of a minus that of b, ``without_residue``; both with ``weights`` [n]."""
+    first, second = a.value(weights), b.value(weights)
+    return float(without_residue(first - second, max(abs(first), abs(second))))
+
+
+def without_residue(numbers: FloatArray | float, size: FloatArray | float) -> FloatArray:
+    """Returns ``numbers``, and 0 in place of those that are nothing but what rounding leaves of
+    sums of ``size``."""
+    return np.where(np.abs(numbers) <= 1e-12 * np.asarray(size), 0.0, numbers)
+
+
+def _rounded(values: FloatArray) -> FloatArray:
+    """Rounds ``values`` to 9 digits of the largest, so that those which differ by the rounding of
+    their sums alone become equal."""
+    largest = float(np.abs(values).max(initial=0.0))
+    return (values / largest).round(9) * largest if largest else values
+
+
 def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Returns each unit's part of the difference [U] a - b, the largest part that it could have
-    [U], and the number of its stratum [U].
+    """Returns each unit's part of the difference [U] a - b (0 if the encoders are equal on it), the
+    largest part that it could have [U], and the number of its stratum [U].
 
     All units are in one stratum if a unit has items in two strata, or a stratum has a single unit.
     """
@@ -368,7 +386,7 @@ def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]
         bool((first[a.resampling_group] == a.stratum).all()) and int(np.bincount(first).min()) > 1
     )
     stratum = first if nested else np.zeros(len(added), dtype=np.int64)
-    return added, largest, stratum
+    return without_residue(added, largest), largest, stratum
 
 
 def bootstrap_strata(
@@ -382,7 +400,7 @@ def bootstrap_strata(
     """
     for number in range(int(stratum.max()) + 1):
         in_stratum = stratum == number
-        rows, counts = np.unique(values[in_stratum].round(12), axis=0, return_counts=True)
+        rows, counts = np.unique(_rounded(values[in_stratum]), axis=0, return_counts=True)
         most = np.full((1, values.shape[1]), largest[in_stratum].mean())
         pseudo = float(in_stratum.mean()) * _PSEUDO_UNITS * np.array([1.0, 2.0, 1.0])
         rows = np.concatenate([rows, most, 0 * most, -most])

@@ -107,7 +107,7 @@ def differences(
     variances = [_variances(each, some) for each, some in zip(parts, pairs, strict=True)]
     units, seeds, degrees = (np.array(numbers) for numbers in zip(*variances, strict=True))
     spread = Spread(units, seeds, degrees, len(methods), num_seeds)
-    values = np.array([np.mean([a.value() - b.value() for a, b in some]) for some in pairs])
+    values = np.array([np.mean([outcomes.subtract(*both) for both in some]) for some in pairs])
     columns = zip(values, spread.half_width(0.05), spread.p_values(values), strict=True)
     results = []
     for some, (of_units, *_), (variance, beyond, _), numbers in zip(
@@ -129,8 +129,9 @@ def _counts(
     unit's part of it [U, S]."""
     first, wins, losses, items = pairs[0][0], None, None, None
     if first.truth is None:
-        better = first.rule.unit.sign * of_units.mean(axis=1)
-        wins, losses = int((better > 1e-12).sum()), int((better < -1e-12).sum())
+        means = outcomes.without_residue(of_units.mean(axis=1), np.abs(of_units).max(axis=1))
+        better = first.rule.unit.sign * means
+        wins, losses = int((better > 0).sum()), int((better < 0).sum())
     if first.rule.is_share:
         items = float(np.mean([np.sum(a.values) - np.sum(b.values) for a, b in pairs]))
     return wins, losses, int(first.resampling_group.max()) + 1, items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,33 @@ def test_equal_encoders_differ_by_chance_alone_but_not_by_nothing() -> None:
     found = pair(right, right)
     assert found.p_value == 1.0 and found.value == 0.0
     assert found.low < 0 < found.high and found.high - found.low < 0.05
+
+
+@pytest.mark.parametrize("statistic", ["mean", "mean_loss"])
+def test_what_rounding_leaves_is_no_difference(statistic: str) -> None:
+    """Each of 100 images has a caption in six languages; the encoders are right on other three of
+    them, so that their sums are equal."""
+
+    def right(languages: str) -> Outcomes:
+        parts = {
+            name: Outcomes(
+                [f"{n}" for n in range(100)],
+                np.full(100, float(name in languages)),
+                statistic=statistic,
+            )
+            for name in "abcdef"
+        }
+        joined = outcomes.join_outcomes(parts)
+        return replace(joined, statistic=statistic)
+
+    change = outcomes.difference(right("abc"), right("def"))
+    assert (change.value, change.wins, change.losses, change.p_value) == (0.0, 0, 0, 1.0)
+
+
+@pytest.mark.parametrize("scale", [1e-14, 1e-5, 1.0, 1e5])
+def test_a_permutation_test_does_not_depend_on_the_unit(scale: float) -> None:
+    values = np.array([0.3, 0.1, -0.05, 0.2, -0.25, -0.1, 0.02])
+    assert outcomes.permutation(scale * values) == outcomes.permutation(values) > 0.5
 
 
 def test_a_permutation_of_few_units_against_all_exchanges() -> None:
