@@ -17,13 +17,13 @@ import numpy as np
 from tabulate import tabulate
 
 from mclclip import __version__
-from mclclip.eval import outcomes, results, seeds
+from mclclip.eval import comparisons, outcomes, results, seeds
+from mclclip.eval.comparisons import LEVEL, Comparison
 from mclclip.report import charts, duration, environment
 from mclclip.run.opened import Run
 from mclclip.run.runlog import count_of
 from mclclip.util.files import printable
 from mclclip.verbs import compare
-from mclclip.verbs.compare import LEVEL, Comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -141,11 +141,11 @@ def standings(
             whole[against].append(comparison)
             parts[against] += of_parts
     count = len(whole["base"])
-    corrected = compare.correct([*whole["base"], *whole["control"]])
+    corrected = comparisons.correct([*whole["base"], *whole["control"]])
     whole = {"base": corrected[:count], "control": corrected[count:]}
     for against, uncorrected in parts.items():
         names = [name for name, _ in uncorrected]
-        corrected_parts = compare.correct([c for _, c in uncorrected])
+        corrected_parts = comparisons.correct([c for _, c in uncorrected])
         parts[against] = [*zip(names, corrected_parts, strict=True)]
     return Standings(whole, parts, len(base.runs))
 
@@ -281,13 +281,11 @@ def _cell(c: Comparison | None) -> str:
 
 def frame(race: Standings) -> DataFrame:
     """All comparisons as rows of a table; the column ``part`` names the part, or is empty."""
-    import pandas
-
     rows = [("", c) for of in race.whole.values() for c in of]
     rows += [part for of in race.parts.values() for part in of]
-    comparisons: DataFrame = compare.frame([c for _, c in rows])
-    comparisons.insert(2, "part", [printable(name) for name, _ in rows])
-    return pandas.DataFrame(comparisons)
+    table = comparisons.frame([c for _, c in rows])
+    table.insert(2, "part", [printable(name) for name, _ in rows])
+    return table
 
 
 # --- the page ------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from typing import Any
 
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import results
+from mclclip.eval.comparisons import Comparison
 from mclclip.eval.results import Reference, Result
 from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.report.verdict import Verdict
 from mclclip.run.opened import Run
 from mclclip.verbs import compare
-from mclclip.verbs.compare import BASE, TWIN, Comparison
+from mclclip.verbs.compare import BASE, TWIN
 
 MINIMAL_PAIRS = "mmvp_vlm"
 """The name of the protocol whose metrics are Types of minimal pairs."""

@@ -12,12 +12,12 @@ import numpy as np
 from markupsafe import Markup
 
 from mclclip.eval import results
+from mclclip.eval.comparisons import Comparison
 from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.report.scores import Comparisons
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.opened import JOINED, Run, Stage
-from mclclip.verbs.compare import Comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mclclip.eval.comparisons import Comparison
 from mclclip.eval.results import CHOOSE, REPORT, short_name
 from mclclip.verbs import compare
-from mclclip.verbs.compare import BASE, TWIN, Comparison, Row
+from mclclip.verbs.compare import BASE, TWIN, Row
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Verdict:
                 f"{', '.join(better)}, and worse in {', '.join(worse)}."
             )
         if not self.is_ahead:
-            where = "on the share `choose`" if self.has_share else "in the mean of all benchmarks"
+            where = "on the share `choose`" if self.has_share else "in the mean of the benchmarks"
             return f"Keep the base: no tuned encoder scored higher than the base {where}."
         if better:
             return f"Take {self.tuned}: it is better than the base beyond chance."

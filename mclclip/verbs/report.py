@@ -20,6 +20,7 @@ from typing import Any
 from mclclip import __version__
 from mclclip import config as configuration
 from mclclip.config import Config
+from mclclip.eval.comparisons import render as render_table
 from mclclip.report import clusters, duration, environment, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
@@ -82,7 +83,7 @@ def track(config: Config) -> None:
 def _verdict(run: Run) -> str:
     """Returns the verdict of a run in sentences, and the table of its comparisons, as Markdown."""
     verdict = Verdict.of(compare.rows_of(run))
-    lines = [*verdict.sentences(), compare.render(verdict.family, "markdown")]
+    lines = [*verdict.sentences(), render_table(verdict.family, "markdown")]
     return "\n\n".join(lines if verdict.family else lines[:-1]) + "\n"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mclclip.eval import results
+from mclclip.eval.comparisons import LEVEL
 from mclclip.eval.outcomes import Outcomes
 from mclclip.report.verdict import Verdict
 from mclclip.verbs import compare
@@ -36,19 +37,21 @@ def evaluated(run_dir: Path, rights: dict[str, int], benchmark: str = "mmvp") ->
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return evaluated(tmp_path / "mine", {"stage_0": 54, "control": 55, "concat": 60, "soup": 80})
+    return evaluated(
+        tmp_path / "mine", {"stage_0": 54, "stage_1": 55, "concat_raw": 60, "soup_uniform": 80}
+    )
 
 
 def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> None:
     found = compare.run([run_dir])
-    assert [c.row.model for c in found] == ["control", "concat", "soup"]
+    assert [c.row.model for c in found] == ["stage_1", "concat_raw", "soup_uniform"]
     assert [c.verdict for c in found] == ["inside the noise", "inside the noise", "better"]
     assert {c.against.model for c in found} == {"stage_0"}
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "mmvp, average, against stage_0 (40.0)" in text
     words = " ".join(text.split())
-    assert "concat has 44.4, stage_0 40.0, which is +4.4 points" in words
+    assert "concat_raw has 44.4, stage_0 40.0, which is +4.4 points" in words
     # 2 * 0.5^6, twice; the interval alone would say that there is a difference.
     assert "+6 of 135 pairs: inside the noise (p = 0.062; the interval is of this" in words
     assert found[1].difference.low > 0 and "over 3 comparisons" in found[1].reason()
@@ -57,19 +60,19 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
 
 @pytest.mark.parametrize("corrected", [0.0, 9e-4, 0.001, 0.02, 0.0496, 0.04999, 0.05, 0.0504, 1.0])
 def test_a_p_value_is_shown_on_its_side_of_the_level(run_dir: Path, corrected: float) -> None:
-    (found,) = compare.run([run_dir], models=["concat"])
+    (found,) = compare.run([run_dir], models=["concat_raw"])
     changed = replace(found, corrected=corrected)
     sign, _, number = changed.p_text().removeprefix("p ").partition(" ")
-    is_below = float(number) <= compare.LEVEL if sign == "<" else float(number) < compare.LEVEL
+    is_below = float(number) <= LEVEL if sign == "<" else float(number) < LEVEL
     assert is_below == (changed.verdict != "inside the noise")
     assert float(number) == pytest.approx(corrected, abs=0.001)
 
 
 def test_a_comparison_has_one_p_value_whatever_is_shown_beside_it(run_dir: Path) -> None:
     every = {c.row.model: c.corrected for c in compare.run([run_dir])}
-    (alone,) = compare.run([run_dir], models=["concat"])
-    assert alone.corrected == every["concat"] > alone.difference.p_value and alone.family == 3
-    more = compare.run([run_dir], models=["concat"], metrics=["average", "Color"])
+    (alone,) = compare.run([run_dir], models=["concat_raw"])
+    assert alone.corrected == every["concat_raw"] > alone.difference.p_value and alone.family == 3
+    more = compare.run([run_dir], models=["concat_raw"], metrics=["average", "Color"])
     assert [(c.row.metric, c.family) for c in more] == [("average", 3), ("Color", 1)]
 
 
@@ -86,7 +89,7 @@ TWIN = "control_ungrouped_stage_1"
 def test_a_fine_tuning_is_judged_by_the_encoder_that_was_chosen(tmp_path: Path) -> None:
     rows = tuned(
         tmp_path,
-        {"stage_0": (20, 30), "stage_1": (60, 70), "soup": (50, 90), TWIN: (40, 69)},
+        {"stage_0": (20, 30), "stage_1": (60, 70), "soup_uniform": (50, 90), TWIN: (40, 69)},
     )
     found = compare.run([tmp_path])
     assert [(c.row.benchmark, c.row.model, c.against.model) for c in found] == [
@@ -130,6 +133,29 @@ def test_a_control_is_never_recommended(tmp_path: Path) -> None:
         assert verdict.tuned == ("stage_1" if name == "one" else None)
 
 
+@pytest.mark.parametrize("share", ["mmvp", results.CHOOSE])
+@pytest.mark.parametrize("stranger", ["ViT-L-14@openai", "stage_1:64", "/models/other"])
+def test_only_encoders_of_the_run_are_recommended(
+    tmp_path: Path, share: str, stranger: str
+) -> None:
+    """Others that were measured in its folder are compared where they are named."""
+    evaluated(tmp_path, {"stage_0": 50, "stage_1": 80, stranger: 130}, share)
+    verdict = Verdict.of(compare.read_runs([tmp_path]))
+    assert verdict.recommended == verdict.tuned == "stage_1"
+    assert {c.row.model for c in verdict.family} == {"stage_1"}
+    (named,) = compare.run([tmp_path], models=[stranger])
+    assert named.verdict == "better"
+
+
+def test_a_run_is_judged_in_what_all_its_encoders_were_measured_in(tmp_path: Path) -> None:
+    """Measuring one of them in a harder or an easier benchmark changes nothing."""
+    evaluated(tmp_path, {"stage_0": 50, "stage_1": 100, "stage_2": 60})
+    for more in ({"stage_1": 5}, {"stage_0": 130}, {"stage_2": 135}):
+        evaluated(tmp_path, more, f"of {[*more]}")
+        verdict = Verdict.of(compare.read_runs([tmp_path]))
+        assert verdict.recommended == verdict.tuned == "stage_1"
+
+
 def test_without_a_comparison_the_base_is_recommended_where_it_was_measured(
     tmp_path: Path,
 ) -> None:
@@ -140,17 +166,17 @@ def test_without_a_comparison_the_base_is_recommended_where_it_was_measured(
     assert (apart.recommended, apart.tuned, apart.with_base) == ("stage_0", "stage_1", [])
 
 
-@pytest.mark.parametrize(("concat", "chosen"), [(64, "soup"), (130, "concat_raw")])
+@pytest.mark.parametrize(("concat", "chosen"), [(64, "soup_uniform"), (130, "concat_raw")])
 def test_a_single_model_goes_before_a_concat_that_is_not_better(
     tmp_path: Path, concat: int, chosen: str
 ) -> None:
-    rights = {"stage_0": (40, 40), "stage_1": (50, 50), "soup": (60, 60)}
+    rights = {"stage_0": (40, 40), "stage_1": (50, 50), "soup_uniform": (60, 60)}
     rows = tuned(tmp_path, rights | {"concat_raw": (concat, 80)})
     assert compare.tuned(rows) == chosen
 
 
 def test_one_pair_against_another_and_another_metric(run_dir: Path) -> None:
-    (found,) = compare.run([run_dir], models=["control"], against="soup", metrics=["Color"])
+    (found,) = compare.run([run_dir], models=["stage_1"], against="soup_uniform", metrics=["Color"])
     assert found.verdict == "worse" and found.difference.items == -25
     assert found.corrected == found.difference.p_value < 1e-6
 
@@ -159,7 +185,10 @@ def losses(run_dir: Path) -> Path:
     """A run with stage_0, and an encoder whose loss is a little smaller on every item."""
     rng = np.random.default_rng(0)
     base = 4.6 + 0.1 * rng.random(NUM_PAIRS)
-    for model, values in {"stage_0": base, "concat": base - 0.001 * rng.random(NUM_PAIRS)}.items():
+    for model, values in {
+        "stage_0": base,
+        "concat_raw": base - 0.001 * rng.random(NUM_PAIRS),
+    }.items():
         found = Outcomes(ITEMS, values, statistic="mean_loss")
         figures = [results.figure("loss", found, {"name": "contrastive_loss"}, level="headline")]
         results.record(run_dir / "results.jsonl", figures, model, "held_out")
@@ -175,13 +204,13 @@ def test_of_a_loss_the_smaller_one_is_better_in_nats(tmp_path: Path, capsys: Any
     assert f"held_out, loss, against stage_0 ({base})" in text
     words = " ".join(text.split())
     change = f"{found.difference.value:+.5f} nats (95 % interval {found.difference.low:+.5f} to"
-    assert f"concat has {own}, stage_0 {base}, which is {change}" in words
-    (worse,) = compare.run([tmp_path], models=["stage_0"], against="concat")
+    assert f"concat_raw has {own}, stage_0 {base}, which is {change}" in words
+    (worse,) = compare.run([tmp_path], models=["stage_0"], against="concat_raw")
     assert worse.verdict == "worse"
 
 
 def test_a_table_of_percent_and_nats_names_both(run_dir: Path, capsys: Any) -> None:
-    compare.run([losses(run_dir)], models=["concat"], format="markdown")
+    compare.run([losses(run_dir)], models=["concat_raw"], format="markdown")
     lines = capsys.readouterr().out.splitlines()
     assert "value" in lines[0] and "44.4 %" in lines[2] and " nats" in lines[3]
 
@@ -192,16 +221,18 @@ def test_rows_of_different_units_are_not_compared(tmp_path: Path) -> None:
     older = json.loads(second)
     del older["protocol"]["unit"]
     path.write_text(f"{first}\n{json.dumps(older)}\n")
-    with pytest.raises(ValueError, match="concat is measured in % and stage_0 in nats: .*--force"):
+    with pytest.raises(
+        ValueError, match="concat_raw is measured in % and stage_0 in nats: .*--force"
+    ):
         compare.run([tmp_path])
 
 
 def test_formats(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
-    compare.run([run_dir], models=["soup"], format="csv", out=tmp_path / "table.csv")
+    compare.run([run_dir], models=["soup_uniform"], format="csv", out=tmp_path / "table.csv")
     with open(tmp_path / "table.csv", encoding="utf-8") as file:
         (row,) = csv.DictReader(file)
     assert (row["model"], row["verdict"], row["items"], row["count"]) == (
-        "soup",
+        "soup_uniform",
         "better",
         "26.0",
         "135",
@@ -224,7 +255,7 @@ def test_several_runs_have_their_names_before(run_dir: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"models": ["nobody"]}, "no model 'nobody' in the results: there are stage_0, control"),
+        ({"models": ["nobody"]}, "no model 'nobody' in the results: there are stage_0, stage_1"),
         ({"against": "nobody"}, "no model 'nobody'"),
         ({"models": ["stage_0"]}, "stage_0 cannot be compared with itself"),
         ({"benchmarks": ["coco"]}, "no benchmark 'coco' in the results: there are mmvp"),
