@@ -41,6 +41,9 @@ CONCAT_WEIGHTS = "concat_model.safetensors"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _MOST_HEADER_BYTES = 1 << 24  # 10,000 tensors, more than published models have, take 2 MB
 _TOKENIZER_DATA = (".json", ".txt", ".model")
+_WEIGHTS_DATA = (".safetensors", ".bin", ".pth", ".pt")
+SUFFIXES = (*_TOKENIZER_DATA, *_WEIGHTS_DATA)
+"""The suffixes of the files that a model is loaded from."""
 _KINDS = ("export", "teacher", "concat", "soup")
 T = TypeVar("T")
 
@@ -175,8 +178,8 @@ def find_weights(directory: Path) -> Path:
     refuse_joined(directory)
     if (directory / WEIGHTS).is_file():
         return directory / WEIGHTS
-    for suffix in ("safetensors", "bin", "pth", "pt"):
-        if weight_files := sorted(directory.glob(f"*.{suffix}")):
+    for suffix in _WEIGHTS_DATA:
+        if weight_files := sorted(directory.glob(f"*{suffix}")):
             return weight_files[0]
     raise FileNotFoundError(f"{directory} has {CONFIG} but no weights: export the model again")
 

@@ -15,6 +15,7 @@ from PIL import Image
 from mclclip.config import from_tree
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
+from mclclip.eval.identity import evaluation_digest
 from mclclip.eval.items import read_items
 from mclclip.eval.protocols import BenchmarkConfig, compositional
 from mclclip.ranks.process_group import SINGLE
@@ -22,7 +23,7 @@ from mclclip.run.artifacts import INTENT, Artifact
 from mclclip.util.caption_rules import RULES
 from mclclip.util.files import records_of
 from mclclip.verbs import index, make_pairs
-from mclclip.verbs.eval import evaluation_digest, load_suite
+from mclclip.verbs.eval import load_suite
 from tests.planted import planted
 
 CAPTIONS = [

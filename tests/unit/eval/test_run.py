@@ -13,6 +13,7 @@ import pytest
 from mclclip import config as configuration
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
+from mclclip.eval.identity import identity_of
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
@@ -269,6 +270,16 @@ def test_the_verb_evaluates_every_export_once(
     (run_dir / "stage_0" / "export" / "weights.safetensors").write_text("constant")
     assert evaluation.run(config, SINGLE)[0].value == 0.0  # the files changed
     assert len(results.read(run_dir / "results.jsonl")) == len(rows)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.pth", "m.pt", "vocab.txt"])
+def test_other_weights_in_a_file_are_another_model(tmp_path: Path, name: str) -> None:
+    """Of whatever kind the file is."""
+    (tmp_path / name).write_bytes(b"before")
+    before = identity_of(tmp_path)
+    assert identity_of(tmp_path) == before
+    (tmp_path / name).write_bytes(b"behind")
+    assert identity_of(tmp_path) != before
 
 
 def test_named_models_suites_and_benchmarks(

@@ -16,12 +16,12 @@ import mclclip
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.eval.classification import with_feature
 from mclclip.eval.features import Extractor
+from mclclip.eval.identity import identity_of
 from mclclip.eval.protocols import retrieval
 from mclclip.export import convert
 from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.towers import pair
-from mclclip.verbs.eval import identity_of
 from tests.unit.export.conftest import narrow_siglip  # noqa: F401
 from tests.unit.export.models import joined, source_of
 
