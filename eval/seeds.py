@@ -115,7 +115,7 @@ def differences(
     ):
         value, half, p_value = map(float, numbers)
         low, high, test = value - half, value + half, f"{num_seeds} seeds crossed with items"
-        if value and variance + max(beyond, 0) < 1e-24:
+        if some[0][0].truth is not None and value and variance + max(beyond, 0) < 1e-24:
             low, high, p_value = outcomes.sign_test(some[0][0], value)
             test = "sign test over units"
         results.append(Difference(value, low, high, p_value, test, *_counts(some, of_units)))

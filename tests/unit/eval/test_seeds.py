@@ -187,6 +187,17 @@ def test_rankings_have_an_interval(count: int) -> None:
     assert found.value == pytest.approx(mean) and found.low < found.value < found.high
 
 
+def test_a_loss_that_hardly_differs_is_no_proof() -> None:
+    """One item of 300,000 has another loss, by as little as float32 can hold."""
+    losses = np.ones(300_000)
+    for first in (np.nextafter(np.float32(1), np.float32(2)), 1.00001):
+        other = losses.copy()
+        other[0] = first
+        pairs = [(of_values(v, statistic="mean_loss") for v in (other, losses)) for _ in range(2)]
+        change = difference([(a, b) for a, b in pairs])
+        assert 0.2 < change.p_value <= 1 and change.losses == 1 and change.low <= 0 <= change.high
+
+
 def test_other_items_in_another_seed_are_refused() -> None:
     first = (of_values([1.0, 0.0]), of_values([0.0, 0.0]))
     other = (Outcomes(["x", "y"], np.ones(2)), Outcomes(["x", "y"], np.ones(2)))
