@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from mclclip.data.text_rows import folders_beside
-from mclclip.eval.protocols import BenchmarkConfig
+from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.models import transformers_folder
 from mclclip.models.weights import SUFFIXES
 from mclclip.run.artifacts import MANIFEST, parse_manifest
@@ -15,21 +16,37 @@ from mclclip.util.files import digest_file, digest_json
 _TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".token")
 
 
-def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
-    """Returns a digest of everything that a row depends on; a row with this digest is up to date.
+def fields_of_rows(
+    benchmark: BenchmarkConfig, data: str, identity: str, precision: str
+) -> dict[str, Any]:
+    """Returns what the rows of a model on ``benchmark`` record of what they depend on.
 
-    Of the data, which may change in place, it covers what a verb has recorded in the folder or
-    above it, the tables and texts in the folder, and the names and sizes of its other files, but
-    not what lies in folders below it.
+    settings    the kind of the benchmark and its options, without those that have their defaults
+    data        the ``data_digest`` of the benchmark
+    evaluation  a digest of everything: rows with this digest are up to date
     """
-    parts: list[Any] = [benchmark.kind, benchmark.path, dict(benchmark.options), precision]
-    parts.append(identity)
+    options = evaluator(benchmark.kind).options.model_validate(benchmark.options)
+    settings = {"kind": benchmark.kind, **options.model_dump(mode="json", exclude_defaults=True)}
     folder = Path(benchmark.path)
-    parts += [_recorded(each / MANIFEST) for each in (folder, folder.parent)]
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_file() and path.name != MANIFEST:
-            is_text = path.suffix in _TEXTS
-            parts.append([path.name, digest_file(path) if is_text else path.stat().st_size])
+    manifests = [_recorded(each / MANIFEST) for each in (folder, folder.parent)]
+    parts = [settings, benchmark.path, data, *manifests, identity, precision]
+    return {"settings": settings, "data": data, "evaluation": digest_json(parts)[:16]}
+
+
+def data_digest(benchmark: BenchmarkConfig) -> str:
+    """Returns a digest of a benchmark's data, which may change in place: the names and sizes of all
+    files below its folder, and the bytes of the tables and texts in the folder itself.
+
+    Hidden files and manifests do not count, nor what lies in folders that are links.
+    """
+    root, parts = Path(benchmark.path), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.name[0] != "." and path.name != MANIFEST and path.is_file():
+                is_text = path.parent == root and path.suffix in _TEXTS
+                content = digest_file(path) if is_text else path.stat().st_size
+                parts.append([str(path.relative_to(root)), content])
     return digest_json(parts)[:16]
 
 

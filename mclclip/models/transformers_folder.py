@@ -16,9 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor
+
+import mclclip.util.torchvision_fix  # noqa: F401
+
+# isort: split
+import timm
 
 from mclclip.models import config_check, state_dicts, transformers_layout, weights
 from mclclip.util import files

@@ -23,6 +23,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Result, short_name
 from mclclip.run.opened import JOINED, Run
 from mclclip.util.files import write_bytes
+from mclclip.util.options import brief
 
 log = logging.getLogger("mclclip")
 
@@ -300,6 +301,7 @@ class Reader:
 def _compare_rows(read: Reader, a: Row, b: Row) -> Comparison:
     """Compares two rows, without a correction of the p-value."""
     (row, _), (against, _) = a, b
+    check_alike(row, against)
     if row.unit != against.unit:
         raise ValueError(
             f"{row.benchmark}, {row.metric}: {row.model} is measured in {row.unit.name} and "
@@ -313,3 +315,22 @@ def _compare_rows(read: Reader, a: Row, b: Row) -> Comparison:
             f"{row.benchmark}: {error}; evaluate both on the same data"
         ) from None
     return Comparison(row, against, difference, difference.p_value)
+
+
+def check_alike(row: Result, against: Result) -> None:
+    """Raises ValueError if two rows record other options or other data of their benchmark.
+
+    Precision and batch size may differ: they are how an encoder computes, not what it is asked.
+    """
+    both = f"{row.benchmark}: {row.model} and {against.model} were measured with"
+    first, second = (some.protocol.get("settings") for some in (row, against))
+    if isinstance(first, dict) and isinstance(second, dict):
+        for option in {**first, **second}:
+            values = [some.get(option, "its default") for some in (first, second)]
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"{both} {option} {' and '.join(map(brief, values))}: evaluate both alike"
+                )
+    first, second = (some.protocol.get("data") for some in (row, against))
+    if first is not None and second is not None and first != second:
+        raise ValueError(f"{both} data that differ: evaluate both again on the same data")

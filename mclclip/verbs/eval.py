@@ -22,7 +22,7 @@ from mclclip.data.options import PlanConfig
 from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
-from mclclip.eval.identity import evaluation_digest, identity_of
+from mclclip.eval.identity import data_digest, fields_of_rows, identity_of
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.models.encoder import Encoder, load_model
@@ -196,13 +196,17 @@ class SuiteJudge:
         return [name for name, b in self.benchmarks.items() if evaluator(b.kind).reads_text]
 
     def measure(
-        self, encoder: Encoder, path: Path, model_name: str, identity: str = ""
+        self,
+        encoder: Encoder,
+        path: Path,
+        model_name: str,
+        recorded: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[Result]:
         """Evaluates an encoder on every benchmark; returns its rows and adds them to ``path``.
 
         Each benchmark's rows are written when it is done, and replace earlier rows of the same
-        model and benchmark. ``identity``, such as ``identity_of(model)``, is recorded, so that a
-        later call sees that nothing changed. All ranks call this; the first one writes.
+        model and benchmark. ``recorded`` has by benchmark what its rows record of what they depend
+        on (``fields_of_rows``). All ranks call this; the first one writes.
         """
         extractor = Extractor(encoder, self.context, **self.settings)
         rows: list[Result] = []
@@ -218,9 +222,8 @@ class SuiteJudge:
                 note = results.trained_on(watch.seen, watch.judged)
                 log.warning("benchmark %r: %s: figures are too good", name, note)
                 more = {"training_images": watch.seen, "judged_images": watch.judged}
-            if identity:
-                digest = evaluation_digest(benchmark, identity, extractor.precision)
-                more |= {"evaluation": digest, "stage_dim": encoder.stage_dim}
+            if recorded:
+                more |= {**recorded[name], "stage_dim": encoder.stage_dim}
             figures = [replace(f, protocol=f.protocol | more) for f in figures]
             rows += on_main(partial(results.record, path, figures, model_name, name))
         return rows
@@ -333,14 +336,22 @@ def evaluate(
         "timeout_s": config.peer_timeout_s,
     }
     rows: list[Result] = []
+    data = on_main(lambda: {title: data_digest(b) for title, b in benchmarks.items()})
     for name, where in models.items():
         location, pretrained = split_name(where)
         whole = on_main(partial(identity_of, location, pretrained))
         identities = {None: whole} | {width: digest_json([whole, width]) for width in widths}
+        recorded = {
+            width: {
+                title: fields_of_rows(benchmark, data[title], identity, precision)
+                for title, benchmark in benchmarks.items()
+            }
+            for width, identity in identities.items()
+        }
         earlier = [] if force is Remake.ALL else on_main(partial(results.read, path))
         pending = {
-            width: _pending(benchmarks, earlier, name_at(name, width), identity, precision)
-            for width, identity in identities.items()
+            width: _pending(benchmarks, earlier, name_at(name, width), of_width)
+            for width, of_width in recorded.items()
         }
         if benchmarks and not pending[None]:  # then the earlier rows are of this encoder
             rows_of_whole = (r for r in earlier if r.model == name and r.benchmark in benchmarks)
@@ -357,7 +368,7 @@ def evaluate(
         for width in [width for width, some in pending.items() if some]:
             measured = encoder if width is None else encoder.cut(width)
             judge = SuiteJudge(pending[width], context, trained_on, choices or {}, settings)
-            rows += judge.measure(measured, path, name_at(name, width), identities[width])
+            rows += judge.measure(measured, path, name_at(name, width), recorded[width])
     return rows
 
 
@@ -379,16 +390,15 @@ def _pending(
     benchmarks: Mapping[str, BenchmarkConfig],
     earlier: Sequence[Result],
     name: str,
-    identity: str,
-    precision: str,
+    recorded: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, BenchmarkConfig]:
-    """Returns the benchmarks of which the ``earlier`` rows have none of this model."""
+    """Returns the benchmarks of which ``earlier`` has no rows of the model that record the same."""
     own = [row for row in earlier if row.model == name]
     digests = {row.benchmark: row.protocol.get("evaluation") for row in own}
     return {
         title: benchmark
         for title, benchmark in benchmarks.items()
-        if digests.get(title) != evaluation_digest(benchmark, identity, precision)
+        if digests.get(title) != recorded[title]["evaluation"]
     }
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from mclclip.config import from_tree
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
-from mclclip.eval.identity import evaluation_digest
+from mclclip.eval.identity import data_digest, fields_of_rows
 from mclclip.eval.items import read_items
 from mclclip.eval.protocols import BenchmarkConfig, compositional
 from mclclip.ranks.process_group import SINGLE
@@ -107,7 +107,7 @@ def test_figures_of_data_that_changed_in_place_are_measured_again(
     data = BenchmarkConfig("retrieval", str(tmp_path / "data"), {"captions": "captions.csv"})
 
     def digest() -> str:
-        return evaluation_digest(data, "a model", "fp32")
+        return str(fields_of_rows(data, data_digest(data), "a model", "fp32")["evaluation"])
 
     digests = [digest()]  # of no folder
     (tmp_path / "data" / "images").mkdir(parents=True)
@@ -134,9 +134,9 @@ def test_struck_items_are_left_out_and_counted(made: Path, tmp_path: Path) -> No
     assert [i.name for i in kept.items] == [i.name for i in every.items][2:]
     assert (kept.struck, kept.left_out) == (2, 0)
     benchmark = load_suite(str(made / "suite.yaml"))[0]["pairs"]
-    digest = evaluation_digest(benchmark, "a model", "fp32")
+    digest = data_digest(benchmark)
     (made / "struck.txt").write_text("\n".join(i.name for i in every.items if i.part == "size"))
-    assert evaluation_digest(benchmark, "a model", "fp32") != digest, "it would not be made again"
+    assert data_digest(benchmark) != digest, "it would not be made again"
     assert {i.part for i in read_items(made, "pairs").items} == {*written(made)} - {"size"}
     (made / "struck.txt").write_text("\n".join(i.name for i in every.items))
     with pytest.raises(ValueError, match="struck.txt names all items of pairs: take some out"):

@@ -20,8 +20,8 @@ from mclclip.models.loading import load_towers
 from mclclip.objectives.base import parse
 from mclclip.ranks.process_group import SINGLE
 from mclclip.util.remake import Remake
+from mclclip.verbs import compare, index
 from mclclip.verbs import eval as evaluation
-from mclclip.verbs import index
 from tests import tiny
 
 
@@ -270,6 +270,34 @@ def test_the_verb_evaluates_every_export_once(
     (run_dir / "stage_0" / "export" / "weights.safetensors").write_text("constant")
     assert evaluation.run(config, SINGLE)[0].value == 0.0  # the files changed
     assert len(results.read(run_dir / "results.jsonl")) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"), [("option", "prompt .*an image of"), ("data", "mmvp"), ("precision", "")]
+)
+def test_figures_that_were_measured_otherwise_are_not_compared(
+    run_dir: Path, folder: Path, loaded: list[str], changes: str, names: str
+) -> None:
+    """By other options, or after a file far below the folder has changed; precision may differ."""
+    config = make_config(run_dir, folder)
+    named = {"models": ["ViT-B-32@openai", "ViT-B-32@laion400m_e32"]}
+    evaluation.run(config, SINGLE, **named)
+    compare.run([run_dir])
+    if changes == "data":
+        image = folder / "MLLM_VLM Images" / "Color" / "1.png"
+        image.write_bytes(image.read_bytes() + b"0")
+    suite = config.eval.suite
+    if changes == "option":
+        suite = {"mmvp": replace(suite["mmvp"], options={"prompt": "an image of "})}
+    precision: Any = "bf16" if changes == "precision" else "fp32"
+    config = replace(config, eval=replace(config.eval, suite=suite, precision=precision))
+    assert evaluation.run(config, SINGLE, models=named["models"][1:])
+    if names:
+        with pytest.raises(ValueError, match=names) as caught:
+            compare.run([run_dir])
+        assert "\n" not in str(caught.value)
+        evaluation.run(config, SINGLE, **named)
+    assert len(compare.run([run_dir])) == 1
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.pth", "m.pt", "vocab.txt"])
