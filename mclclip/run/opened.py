@@ -17,6 +17,7 @@ read while it trains. torch is imported only to read images or to load an encode
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Manifest, RunPaths
-from mclclip.util import files
+from mclclip.run.runlog import POINTS, read_records
 
 if TYPE_CHECKING:
     import torch
@@ -56,16 +57,10 @@ PIECES = 64
 """Into how many runs of neighbours `spread` cuts its numbers: reading each costs one block of a
 file."""
 
-MAX_BYTES = 4 << 20
-"""A file of records is read whole up to this size; of a larger one, `POINTS` lines are sampled."""
-
-POINTS = 400
-"""Most rows that `Stage.metrics` returns."""
-
 JOINED = ("concat_raw", "concat_stage_norm", "soup_uniform")
 """The encoders joined from all stages that a run may have."""
 
-_LONGEST_LINE = 1 << 16
+log = logging.getLogger("mclclip")
 
 
 class Run:
@@ -168,20 +163,34 @@ class Run:
         """Maps the name of each exported encoder, also of controls, in `results` to its folder."""
         from mclclip.models.weights import has_config
 
+        return {name: path for name, path in self._exports().items() if has_config(path)}
+
+    def _exports(self) -> dict[str, Path]:
         exports: dict[str, Path] = {}
         for run in (self, *self.controls.values()):
             stages = [stage for stage in run.stages if stage.number or run is self]
             exports |= {stage.name: stage.directory("export") for stage in stages}
             exports |= {run.layout.model_name(name): run.layout.joined(name) for name in JOINED}
-        return {name: path for name, path in exports.items() if has_config(path)}
+        return exports
 
     @cached_property
     def result_rows(self) -> list[Result]:
         """The rows of results.jsonl in order; empty if there is no such file yet.
 
-        Raises ValueError with the line's number if a line is not a row.
+        Rows of an encoder that was exported again since are left out, with a warning. Raises
+        ValueError with the line's number if a line is not a row.
         """
-        return results.read(self.layout.results)
+        rows = results.read(self.layout.results)
+        present = {n: export_digest(folder) for n, folder in self._exports().items()}
+
+        def is_present(row: Result) -> bool:
+            """Of a width, such as stage_1:64, the export is that of stage_1."""
+            digest = present.get(row.model.partition(":")[0])
+            return digest is None or row.protocol.get("export", digest) == digest
+
+        if stale := dict.fromkeys(row.model for row in rows if not is_present(row)):
+            log.warning("left out figures of earlier exports: evaluate %s again", ", ".join(stale))
+        return [row for row in rows if is_present(row)]
 
     @property
     def results(self) -> DataFrame:
@@ -461,35 +470,9 @@ def spread(count: int, most: int) -> Integers:
     return (starts[:, None] + np.arange(size)).ravel()
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Reads a file of JSON lines; returns its rows in order of their ``step``, and True if they are
-    all of its rows.
-
-    Of a file larger than `MAX_BYTES` only the first line, `POINTS` lines evenly spread over it, and
-    the last line are read. Skips lines without a whole row, such as one that is being written. A
-    missing file has no rows.
-    """
-    if not path.is_file():
-        return [], True
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= MAX_BYTES:
-            lines, whole = file.read(MAX_BYTES).split(b"\n"), True
-        else:
-            lines, whole = [], False
-            for start in np.linspace(0, size - _LONGEST_LINE, POINTS).astype(np.int64):
-                file.seek(int(start))
-                if start:
-                    file.readline(_LONGEST_LINE)  # the rest of a line
-                lines.append(file.readline(_LONGEST_LINE))
-            file.seek(max(size - _LONGEST_LINE, 0))
-            lines += file.read(_LONGEST_LINE).split(b"\n")[-2:]
-    rows = []
-    for line in dict.fromkeys(lines):
-        try:
-            row = files.parse_json(line, str(path))
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return sorted(rows, key=lambda row: int(row["step"])), whole
+def export_digest(directory: Path) -> str | None:
+    """Returns the digest that an export's manifest records; None without a manifest of ours."""
+    try:
+        return artifacts.parse_manifest(directory / artifacts.MANIFEST).digest
+    except (ValueError, OSError):
+        return None

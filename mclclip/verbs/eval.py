@@ -31,7 +31,7 @@ from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import RunPaths, find_run_dir, is_finished
-from mclclip.run.opened import Run
+from mclclip.run.opened import Run, export_digest
 from mclclip.util.files import digest_json
 from mclclip.util.options import first_problem, prefix_errors, refuse_url
 from mclclip.util.remake import Remake
@@ -341,9 +341,11 @@ def evaluate(
         location, pretrained = split_name(where)
         whole = on_main(partial(identity_of, location, pretrained))
         identities = {None: whole} | {width: digest_json([whole, width]) for width in widths}
+        digest = on_main(partial(export_digest, Path(str(location).removeprefix("local-dir:"))))
+        export = {} if digest is None else {"export": digest}
         recorded = {
             width: {
-                title: fields_of_rows(benchmark, data[title], identity, precision)
+                title: fields_of_rows(benchmark, data[title], identity, precision) | export
                 for title, benchmark in benchmarks.items()
             }
             for width, identity in identities.items()

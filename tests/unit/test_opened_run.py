@@ -15,8 +15,9 @@ import pytest
 
 from mclclip import config
 from mclclip.config import Config
-from mclclip.run import opened
-from mclclip.run.opened import PIECES, POINTS, Run, read_records, spread
+from mclclip.run import runlog
+from mclclip.run.opened import PIECES, Run, spread
+from mclclip.run.runlog import POINTS, read_records
 from mclclip.util import files
 from tests import made_run
 from tests.tiny import digests
@@ -202,7 +203,7 @@ def test_of_a_long_file_of_records_some_lines_are_read(
     path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
     whole, is_whole = read_records(path)
     assert is_whole and [row["step"] for row in whole] == [*range(9000)]
-    monkeypatch.setattr(opened, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(runlog, "MAX_BYTES", 100_000)
     rows, is_whole = read_records(path)
     steps = [row["step"] for row in rows]
     assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999

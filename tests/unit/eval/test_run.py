@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
 from mclclip.objectives.base import parse
 from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import MANIFEST, Manifest
+from mclclip.run.opened import Run
+from mclclip.util.files import write_json
 from mclclip.util.remake import Remake
 from mclclip.verbs import compare, index
 from mclclip.verbs import eval as evaluation
@@ -298,6 +301,26 @@ def test_figures_that_were_measured_otherwise_are_not_compared(
         assert "\n" not in str(caught.value)
         evaluation.run(config, SINGLE, **named)
     assert len(compare.run([run_dir])) == 1
+
+
+def test_figures_of_an_earlier_export_are_left_out(
+    run_dir: Path, folder: Path, loaded: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the new one is evaluated; those of a model without such an export stay."""
+    config, export = make_config(run_dir, folder), run_dir / "stage_0" / "export"
+    models = [f"stage_0={export}", "ViT-B-32@openai"]
+    for weights in ("perfect", "constant"):
+        (export / "weights.safetensors").write_text(weights)
+        manifest = Manifest("export", {}, {}, {}, digest=f"digest of {weights}")
+        write_json(export / MANIFEST, asdict(manifest))
+        if weights == "constant":
+            rows = Run(run_dir).result_rows
+            assert {row.model for row in rows} == {"ViT-B-32@openai"}
+            assert "evaluate stage_0 again" in caplog.text
+        evaluation.run(config, SINGLE, models=models)
+        caplog.clear()
+        rows = Run(run_dir).result_rows
+        assert {row.model for row in rows} == {"stage_0", "ViT-B-32@openai"} and not caplog.text
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.pth", "m.pt", "vocab.txt"])
