@@ -341,19 +341,12 @@ def evaluate(
         location, pretrained = split_name(where)
         whole = on_main(partial(identity_of, location, pretrained))
         identities = {None: whole} | {width: digest_json([whole, width]) for width in widths}
-        digest = on_main(partial(export_digest, Path(str(location).removeprefix("local-dir:"))))
-        export = {} if digest is None else {"export": digest}
-        recorded = {
-            width: {
-                title: fields_of_rows(benchmark, data[title], identity, precision) | export
-                for title, benchmark in benchmarks.items()
-            }
-            for width, identity in identities.items()
-        }
+        export = on_main(partial(export_digest, Path(str(location).removeprefix("local-dir:"))))
+        record = partial(_recorded, benchmarks, data, precision, export)
+        recorded = {width: record(identity) for width, identity in identities.items()}
         earlier = [] if force is Remake.ALL else on_main(partial(results.read, path))
         pending = {
-            width: _pending(benchmarks, earlier, name_at(name, width), of_width)
-            for width, of_width in recorded.items()
+            w: _pending(benchmarks, earlier, name_at(name, w), recorded[w]) for w in identities
         }
         if benchmarks and not pending[None]:  # then the earlier rows are of this encoder
             rows_of_whole = (r for r in earlier if r.model == name and r.benchmark in benchmarks)
@@ -372,6 +365,21 @@ def evaluate(
             judge = SuiteJudge(pending[width], context, trained_on, choices or {}, settings)
             rows += judge.measure(measured, path, name_at(name, width), recorded[width])
     return rows
+
+
+def _recorded(
+    benchmarks: Mapping[str, BenchmarkConfig],
+    data: Mapping[str, str],
+    precision: str,
+    export: str | None,
+    identity: str,
+) -> dict[str, dict[str, Any]]:
+    """Returns by benchmark the ``fields_of_rows``, with the digest of the model's ``export``."""
+    more = {} if export is None else {"export": export}
+    return {
+        title: fields_of_rows(benchmark, data[title], identity, precision) | more
+        for title, benchmark in benchmarks.items()
+    }
 
 
 def name_at(name: str, width: int | None) -> str:
