@@ -32,18 +32,18 @@ from tests.unit.test_architecture import PACKAGE, edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 210,
-    "lines": 32_510,
-    "functions": 2_731,
-    "functions of two lines or fewer": 756,
-    "classes": 339,
+    "files": 213,
+    "lines": 32_890,
+    "functions": 2_764,
+    "functions of two lines or fewer": 768,
+    "classes": 340,
     "dataclasses": 185,
     "options": 194,
     "arrows between rooms": 328,
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 103,
-    "lines of tests": 51_980,
+    "lines of tests": 52_620,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

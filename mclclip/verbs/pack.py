@@ -29,7 +29,7 @@ from mclclip.data.decode import (
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
-from mclclip.data.picture_folders import PictureFinder
+from mclclip.data.picture_folders import PictureFinder, explain_missing
 from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
@@ -38,7 +38,6 @@ from mclclip.data.shard_writer import (
     image_extension,
     write_shards,
 )
-from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, content_of, open_table
 from mclclip.run.artifacts import Artifact, Manifest
@@ -127,7 +126,7 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     held_out: Mapping[str, float]
 
     def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
-        """Returns digests of the files of a folder, or of a table and the pictures that it names."""
+        """Returns digests of a folder's files, or of a table and the pictures that it names."""
         table, source, command = how
         if table.holds_images or os.path.isdir(table.path):
             return table.inputs()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mclclip.data.spellings import explain_missing
+from mclclip.data.picture_folders import explain_missing
 
 NFC, NFD = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
 
