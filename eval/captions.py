@@ -231,6 +231,8 @@ def _caption_table(path: Path, split: str | None) -> NamedTexts:
         raise ValueError(f"{path} holds images: pack it, and give the folder of its shards")
     rows = [r for r in table.rows(findings) if not split or r.metadata.get("split") == split]
     refuse_misread(path, findings)
+    if nameless := next((row.where for row in rows if not row.path), None):
+        raise ValueError(f"{path}: {nameless} names no image")
     return (), [(row.path, text) for row in rows for text in row.captions if is_caption(text)]
 
 

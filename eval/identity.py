@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.text_rows import folders_beside
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.models import transformers_folder
@@ -13,7 +14,8 @@ from mclclip.models.weights import SUFFIXES
 from mclclip.run.artifacts import MANIFEST, parse_manifest
 from mclclip.util.files import digest_file, digest_json
 
-_TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".token")
+_TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".jsonlines", ".txt", ".token")
+_DATA = (*_TEXTS, ".parquet", ".tar", *(f".{suffix}" for suffix in PICTURE_SUFFIXES))
 
 
 def fields_of_rows(
@@ -34,8 +36,9 @@ def fields_of_rows(
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
-    """Returns a digest of a benchmark's data, which may change in place: the names and sizes of all
-    files below its folder, and the bytes of the tables and texts in the folder itself.
+    """Returns a digest of a benchmark's data, which may change in place: the names and sizes of the
+    pictures, tables, texts and shards below its folder, and the bytes of tables and texts that
+    lie in the folder itself.
 
     Hidden files and manifests do not count, nor what lies in folders that are links.
     """
@@ -43,7 +46,8 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for path in (Path(folder, name) for name in sorted(names)):
-            if path.name[0] != "." and path.name != MANIFEST and path.is_file():
+            is_data = path.suffix.lower() in _DATA and path.name[0] != "."
+            if is_data and path.name != MANIFEST and path.is_file():
                 is_text = path.parent == root and path.suffix in _TEXTS
                 content = digest_file(path) if is_text else path.stat().st_size
                 parts.append([str(path.relative_to(root)), content])
@@ -70,7 +74,7 @@ def identity_of(model: str | Path, pretrained: str | None = None) -> str:
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
     rows = [parse_manifest(folder / MANIFEST).digest for folder in folders_beside(directory)]
-    members = [p for p in directory.rglob("*") if p.suffix in SUFFIXES]
+    members = [p for p in directory.rglob("*") if p.suffix in SUFFIXES and p.is_file()]
     # A manifest holds the time of writing, so it does not count.
     members = sorted(path for path in members if path.stem != "manifest")
     files_of_model = [(path.relative_to(directory), digest_file(path)) for path in members]

@@ -105,15 +105,19 @@ def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
                     f"{path} has {str(entry)[:100]!r} as number {number} of {kind!r}, wanted an "
                     f"object with {' and '.join(sorted(needed))}"
                 )
-    # Some tools write a number on one side and its text on the other.
-    names = {str(image["id"]): image["file_name"] for image in content["images"]}
-    strangers = {str(note["image_id"]) for note in content["annotations"]} - names.keys()
+    names = {_id_of(image["id"]): image["file_name"] for image in content["images"]}
+    strangers = {_id_of(note["image_id"]) for note in content["annotations"]} - names.keys()
     if strangers and strict:
         raise ValueError(
             f"{path} has captions of images it does not list, such as {min(strangers)}"
         )
-    pairs = [(names.get(str(n["image_id"])), n.get("caption")) for n in content["annotations"]]
+    pairs = [(names.get(_id_of(n["image_id"])), n.get("caption")) for n in content["annotations"]]
     return dict.fromkeys(names.values()), pairs  # type: ignore[return-value]
+
+
+def _id_of(value: Any) -> str:
+    """Returns a number as text: some tools write it as text or with a point on one side alone."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _karpathy(content: Mapping[str, Any], split: str | None) -> NamedTexts:

@@ -9,8 +9,7 @@ import itertools
 import os
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -63,49 +62,47 @@ def _is_text(name: str) -> bool:
     return name.encode(errors="replace").decode() == name
 
 
-class PictureFinder:
-    """Finds the pictures that a table names below a folder.
+def find_pictures(
+    names: Iterable[str],
+    root: Path,
+    table: Path,
+    roots: Roots,
+    ask: Callable[[str, Path], ValueError],
+) -> dict[str, str]:
+    """Returns the path below ``root`` of each picture that a table names, by its name.
 
-    A name starts from the folder, or from that of the table if it lies within, or else from the one
-    sub-folder in which there is such a file, as COCO's ``train2017``.
+    Names start from ``root``, or from the folder of the table within it: the first of them with a
+    picture. If neither has one, each name is looked for in all sub-folders, as those of COCO's
+    train2017. Names that lead out of ``root`` stay, and so do those of missing pictures. Two
+    spellings of one path give the same path.
 
-    ask   makes the error for a name with several files, of a message and one of the starts
+    Raises the error of ``ask``, of a message and a folder, if a name has files in two sub-folders.
     """
+    names = [name for name in names if "\0" not in name]
+    base = os.path.abspath(root)
+    beside = os.path.abspath(table if table.is_dir() else table.parent)
+    for start in (base, *[beside] * beside.startswith(base + os.sep)):
+        if any(os.path.isfile(os.path.join(start, name)) for name in names):
+            return {name: _path_below(base, os.path.join(start, name), name) for name in names}
+    bare = {os.path.basename(name) for name in names if not os.path.isabs(name)}
+    places = defaultdict[str, list[str]](list)
+    for path in walk(root, roots, Findings()) if bare else ():
+        if path.name in bare:
+            places[path.name].append(os.path.abspath(path))
+    paths = {}
+    for name in names:
+        ends = os.path.join(os.sep, os.path.normpath(name))
+        files = [path for path in places.get(os.path.basename(name), ()) if path.endswith(ends)]
+        if len({os.path.realpath(path) for path in files}) > 1:
+            folders = [root / os.path.relpath(path.removesuffix(ends), base) for path in files]
+            raise ask(f"{name} is in {folders[0]} and in {folders[-1]}, choose one", folders[0])
+        paths[name] = _path_below(base, files[0] if files else os.path.join(base, name), name)
+    return paths
 
-    def __init__(
-        self, root: Path, table: Path, roots: Roots, ask: Callable[[str, Path], ValueError]
-    ) -> None:
-        self._folder, self._root = root, os.path.abspath(root)
-        self._roots, self._ask = roots, ask
-        beside = os.path.abspath(table if table.is_dir() else table.parent)
-        within = beside.startswith(self._root + os.sep)
-        self._starts = [self._root, *[beside] * within]
 
-    def find(self, name: str) -> str:
-        """Returns the path of a picture from the folder; ``name`` itself if there is none.
-
-        Two spellings of one path give the same. Raises the error of ``ask`` if two files fit.
-        """
-        starts = [start for start in self._starts if os.path.isfile(os.path.join(start, name))]
-        path = os.path.normpath(name)
-        if not starts and not os.path.isabs(path) and "\0" not in path:
-            head, base = os.path.split(path)
-            ends = f"{os.sep}{head}" if head else ""
-            starts = [p.removesuffix(ends) for p in self._places[base] if p.endswith(ends)]
-        if len({os.path.realpath(os.path.join(start, name)) for start in starts}) > 1:
-            first, second = (
-                self._folder / os.path.relpath(start, self._root) for start in starts[:2]
-            )
-            raise self._ask(f"{name} is in {first} and in {second}, choose one", first)
-        return os.path.relpath(os.path.join(starts[0], path), self._root) if starts else path
-
-    @cached_property
-    def _places(self) -> Mapping[str, list[str]]:
-        """The folders with a file of each name; they are listed when a name needs a look at all."""
-        places: dict[str, list[str]] = defaultdict(list)
-        for path in walk(Path(self._root), self._roots, Findings()):
-            places[path.name].append(str(path.parent))
-        return places
+def _path_below(base: str, path: str, name: str) -> str:
+    path = os.path.normpath(path)
+    return os.path.relpath(path, base) if path.startswith(base + os.sep) else os.path.normpath(name)
 
 
 def folder_format(folder: Path, roots: Roots) -> Format:

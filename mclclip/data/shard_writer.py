@@ -19,7 +19,7 @@ from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
-from mclclip.run.artifacts import INTENT, is_finished, read_identity
+from mclclip.run.artifacts import is_finished, read_identity
 from mclclip.util.files import Record, record_of, remove_leftovers, whole_file
 
 PACKED_FROM = "packed_from"
@@ -152,13 +152,18 @@ def check_foreign(out: Path, verb: str, *folders: str) -> None:
 
 
 def refuse_unfinished(paths: Iterable[str | Path]) -> None:
-    """Raises ValueError if one of the files lies in a folder of shards that was not finished.
+    """Raises ValueError if one of the files lies in a folder, or in a part of it such as ``train``,
+    in which a verb was to write shards and was not finished.
 
     Each of its shards is whole, but samples are missing.
     """
     folders = {Path(path).parent for path in paths}
     for folder in sorted(folders | {folder.parent for folder in folders}):
-        if (folder / INTENT).exists() and not is_finished(folder):
+        try:
+            kind = "" if is_finished(folder) else read_identity(folder).get("kind", "")
+        except ValueError:
+            kind = ""  # somebody else's file of this name
+        if kind in ("shards", "dataset"):
             raise ValueError(
                 f"{folder} is not finished, since what writes it was ended or still runs: type "
                 "that command again"

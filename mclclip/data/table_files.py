@@ -102,7 +102,7 @@ def _one_split(folder: Path, files: list[Path], ask: Ask) -> list[Path]:
         parts = path.relative_to(folder).parent.parts
         place = folder.joinpath(*(part for part in parts if not part.isdigit()))
         name = _NUMBER.sub("", path.stem)
-        deep = "**/" if place != path.parent else ""
+        deep = "[0-9]*/" * sum(map(str.isdigit, parts))
         splits.setdefault(place / name, (place, f"{deep}{escape(name)}*{path.suffix}"))
     if len(splits) > 1:
         names = ", ".join(str(split.relative_to(folder)) for split in sorted(splits))

@@ -187,7 +187,8 @@ def arrow_format(
                         findings.add("bad_text", *[where] * bool(data and not fields[name]))
                     yield where, read(fields)
 
-    _, first = next(rows(Findings()), ("", {}))
+    head = rows(Findings())
+    _, first = next(head, ("", {}))
     as_text |= _text_columns(schema, first)
     first |= {name: _decode(first.get(name)) for name in as_text}
     examples = _examples(schema) | dict.fromkeys(as_text, "")
@@ -195,6 +196,9 @@ def arrow_format(
         name: example if (value := first.get(name)) is None else value
         for name, example in examples.items()
     }
+    for name in [n for n, value in columns.items() if is_stored(value) and not holds_bytes(value)]:
+        more = (fields.get(name) for _, fields in itertools.islice(head, _EXAMPLES))
+        columns[name] = next(filter(holds_bytes, more), columns[name])
     nested = _nested(schema)
     readable = {*columns, *(column for column, _ in nested.values())}
     unreadable = {field.name: str(field.type) for field in schema if field.name not in readable}

@@ -136,7 +136,7 @@ def open_table(
     layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files; or a
     data set of the Hugging Face hub (`hub_tables`).
 
-    File names start from the folder, or from that of the table (`PictureFinder`). Texts beside
+    File names start from the folder, or from that of the table (`find_pictures`). Texts beside
     pictures, and linked folders, must lie below the folder or ``allow_roots``. Raises
     FileNotFoundError, and ValueError if columns or files are missing or ambiguous. The message
     completes the user's ``command``; an empty one takes the first of several columns.
@@ -159,9 +159,9 @@ def open_table(
     images = _image_column(path, root, table, image_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
     for column in (images, *texts):
-        if column in table.lacking:
+        if (top := column.partition(".")[0]) in table.lacking:
             raise ValueError(
-                f"{table.lacking[column]} has no column {column!r}, which {files[0]} has: name "
+                f"{table.lacking[top]} has no column {column!r}, which {files[0]} has: name "
                 "their columns alike, or give those that have it"
             )
     return Table(
@@ -231,12 +231,6 @@ def _kind(path: Path, delimiter: str | None) -> str:
     return KINDS[suffix]
 
 
-def content_of(file: Path) -> str:
-    """Returns a digest of a small picture, and the size of a large one."""
-    size = file.stat().st_size
-    return digest_file(file) if size <= _SMALL_BYTES else f"{size:,} bytes"
-
-
 def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
     """Returns a digest of each file by its name, as the ``inputs`` of an artifact.
 
@@ -247,8 +241,9 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for file in files or walk(path, roots, Findings()):
         if file.is_file():
-            whole = files or suffix_of(file) == "txt"
-            inputs[os.path.relpath(file, root)] = digest_file(file) if whole else content_of(file)
+            size = file.stat().st_size
+            whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
+            inputs[os.path.relpath(file, root)] = digest_file(file) if whole else f"{size:,} bytes"
     if len(inputs) > _FEW:
         return {f"{len(inputs):,} files": digest_json(sorted(inputs.items()))}
     return dict(sorted(inputs.items()))

@@ -144,7 +144,7 @@ class _TextRows:
 
         A line begins a row if it has ``width`` cells or more, and a picture's file name in the same
         column as the first line; or, in a table with tabs, ``width`` cells. The lines are several
-        rows if each begins one, or if their quotation marks do not match.
+        rows if each names a picture, or if their quotation marks do not match.
         """
         cells = [*self._read(lines, quoting=csv.QUOTE_NONE)]
         columns = [
@@ -157,12 +157,14 @@ class _TextRows:
             if (len(row) >= width and columns[number] & columns[0])
             or (len(row) == width and self._delimiter == "\t")
         ]
-        is_split = len(starts) == len(lines) or not self._matches(lines)
+        name_pictures = all(row & columns[0] for row in columns)
+        is_split = (len(starts) == len(lines) and name_pictures) or not self._matches(lines)
         return starts if is_split and starts[:1] == [0] else [0]
 
     def _matches(self, lines: Sequence[str]) -> bool:
-        """Returns True if the quotation marks of one row match."""
+        """Returns True if the quotation marks of one row match; blanks may follow a closing one."""
+        closed = [re.sub(r'"[ ]+(?=[^\w\s"]|\s*$)', '"', line) for line in lines]
         try:
-            return len([*self._read(lines, strict=True)]) == 1
+            return len([*self._read(closed, strict=True)]) == 1
         except csv.Error:
             return False

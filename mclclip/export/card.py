@@ -17,7 +17,6 @@ from huggingface_hub import ModelCardData
 
 from mclclip import __version__, config
 from mclclip.config import Config
-from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.export import targets
 from mclclip.export.certificate import Certificate
@@ -25,6 +24,7 @@ from mclclip.export.targets import Source
 from mclclip.models.clip import is_without_weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
+from mclclip.run.opened import Run
 from mclclip.util import files
 
 log = logging.getLogger("mclclip")
@@ -137,17 +137,15 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
     if run is None:
         return []
     parts = source.directory.resolve().relative_to(run.resolve()).parts
-    path, variant = RunPaths(run).results, "mcl"
+    variant = "mcl"
     if parts[:1] == ("controls",) and len(parts) > 1:
         variant, parts = parts[1], parts[2:]
     is_joined = len(parts) == 2 and parts[0] == "exports"
     is_stage = len(parts) == 2 and parts[0].startswith("stage_")
     if not (is_joined or (is_stage and parts[1] in ("export", "embeddings"))):
         return []
-    if not path.is_file():
-        return []
     name = RunPaths(run, variant).model_name(source.name)
-    return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
+    return [row for row in Run(run).result_rows if row.model == name][:_MOST_ROWS]
 
 
 def _in_words(protocol: Mapping[str, Any]) -> str:

@@ -12,8 +12,9 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,7 @@ from mclclip.data.decode import (
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
-from mclclip.data.picture_folders import PictureFinder, explain_missing
+from mclclip.data.picture_folders import explain_missing, find_pictures
 from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
@@ -39,17 +40,18 @@ from mclclip.data.shard_writer import (
     write_shards,
 )
 from mclclip.data.table_formats import CAPTION_COLUMNS
-from mclclip.data.tables import Row, Table, content_of, open_table
-from mclclip.run.artifacts import Artifact, Manifest
+from mclclip.data.tables import Row, Table, open_table
+from mclclip.run.artifacts import Artifact, Manifest, is_finished, read_manifest
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import advice
-from mclclip.util.files import Record, Roots, digest_json
+from mclclip.util.files import Record, Roots
 from mclclip.util.options import refuse_url
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 _KEY_DIGITS = 9
+_Ask = Callable[[str, Path], ValueError]
 _REST = "train"  # the folder of pictures that are not held out
 
 
@@ -108,6 +110,9 @@ def pack(
         allow_roots=tuple(os.path.abspath(folder) for folder in allow_roots),
         held_out=dict(held_out),
     )
+    ask = partial(_ask, table, source, command)
+    if arrived := _count_arrived(table, out, ask, allow_roots):
+        force = _repack(arrived, out, force)
     return make_artifact(step, out, (table, source, command), force)
 
 
@@ -126,27 +131,14 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     held_out: Mapping[str, float]
 
     def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
-        """Returns digests of a folder's files, or of a table and the pictures that it names."""
-        table, source, command = how
-        if table.holds_images or os.path.isdir(table.path):
-            return table.inputs()
-        rows, _ = _join_rows(table, self._finder(table, source, command), Findings())
-        files = {row.path: table.root / row.path for row in rows}
-        pictures = {name: content_of(file) for name, file in files.items() if isfile(file)}
-        return {**table.inputs(), "pictures": digest_json(pictures)}
-
-    def _finder(self, table: Table, source: Path, command: Sequence[str]) -> PictureFinder:
-        def ask(what: str, folder: Path) -> ValueError:
-            return ValueError(f"{what}: {_from_folder(folder, table, source, command)}")
-
-        roots = Roots(table.root, *map(Path, self.allow_roots))
-        return PictureFinder(table.root, Path(table.path), roots, ask)
+        """Returns the digests of the table, or of the folder's files."""
+        return how[0].inputs()
 
     def make(self, out: Artifact, how: tuple[Table, Path, Sequence[str]]) -> Made:
         """Packs all samples. Raises ValueError, before it writes, if no image can be used."""
         (table, source, command), findings = how, Findings()
-        rows, total = _join_rows(table, self._finder(table, source, command), findings)
         roots = Roots(table.root, *map(Path, self.allow_roots))
+        rows, total = _join_rows(table, roots, partial(_ask, table, source, command), findings)
         samples = _samples(rows, table, roots, findings, self.held_out, self.key_prefix)
         first = next(samples, None)
         if first is None:
@@ -262,19 +254,52 @@ def _check(
         )
 
 
+def _ask(table: Table, source: Path, command: Sequence[str], what: str, folder: Path) -> ValueError:
+    return ValueError(f"{what}: {_from_folder(folder, table, source, command)}")
+
+
+def _count_arrived(table: Table, out: Path, ask: _Ask, allow_roots: Sequence[Path]) -> int:
+    """Returns how many pictures of the table were missing as ``out`` was packed, and are there now.
+
+    They are no inputs, since pictures may be moved away after they were packed.
+    """
+    if table.holds_images or os.path.isdir(table.path) or not is_finished(out):
+        return 0
+    findings = read_manifest(out, Shards.kind).counts["findings"]
+    if not (missing := int(findings.get("missing_image", {"count": 0})["count"])):
+        return 0
+    rows, _ = _join_rows(table, Roots(table.root, *allow_roots), ask, Findings())
+    return max(0, missing - sum(not isfile(table.root / row.path) for row in rows))
+
+
+def _repack(arrived: int, out: Path, force: Remake) -> Remake:
+    """Returns how ``out`` is made again for pictures that have arrived; logs them if it is not."""
+    if force is not Remake.NOTHING:
+        return Remake.ALL
+    log.warning(
+        "pack: %d pictures that were missing are there now, and not in %s: --force packs all again",
+        arrived, out,
+    )  # fmt: skip
+    return force
+
+
 def _join_rows(
-    table: Table, finder: PictureFinder, findings: Findings
+    table: Table, roots: Roots, ask: _Ask, findings: Findings
 ) -> tuple[Iterator[Row], int | None]:
     """Yields a row per image with all its captions; returns their number too, None if unknown.
 
     If rows name files, all are held in memory, since rows of one file may be far apart.
     """
-    rows = _usable_rows(table, finder, findings)
+    usable = _usable_rows(table, findings)
     if table.holds_images:
-        groups = itertools.groupby(rows, lambda row: (row.path, row.image))
+        groups = itertools.groupby(usable, lambda row: (row.path, row.image))
         return (_merge_captions(group) for _, group in groups), table.count
+    rows = [*usable]
+    names = dict.fromkeys(row.path for row in rows if row.image is None)
+    paths = find_pictures(names, table.root, Path(table.path), roots, ask)
     by_path: dict[tuple[str, bytes | None], Row] = {}
     for row in rows:
+        row = replace(row, path=paths.get(row.path, row.path))
         if (first := by_path.setdefault((row.path, row.image), row)) is not row:
             first.captions.extend(row.captions)
     return iter(by_path.values()), len(by_path)
@@ -287,18 +312,17 @@ def _merge_captions(group: Iterator[Row]) -> Row:
     return first
 
 
-def _usable_rows(table: Table, finder: PictureFinder, findings: Findings) -> Iterator[Row]:
-    """Yields the rows that have an image; finds its file and drops empty captions."""
+def _usable_rows(table: Table, findings: Findings) -> Iterator[Row]:
+    """Yields the rows that have an image, without their empty captions."""
     for row in table.rows(findings):
         if row.image is None and not row.path:
             findings.add("no_path", row.where)
             continue
-        path = finder.find(row.path) if row.image is None else row.path
         captions = [text for text in map(str.strip, row.captions) if is_caption(text)]
         if empty := len(row.captions) - len(captions):
-            place = f"{row.where}: {path}" if path else row.where
+            place = f"{row.where}: {row.path}" if row.path else row.where
             findings.add("empty_caption", place, count=empty)
-        yield replace(row, path=path, captions=captions)
+        yield replace(row, captions=captions)
 
 
 def _samples(

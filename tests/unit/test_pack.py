@@ -19,6 +19,7 @@ from PIL import Image
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Manifest, read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from mclclip.verbs.pack import pack
 from tests.tars import read_tar
@@ -199,7 +200,7 @@ def test_nothing_outside_of_the_folder_is_packed(
     names = [*outside, "same.jpg", "loop.jpg", f"{images}/a.jpg"]
     counts = run(tmp_path, images, [[name, "t"] for name in names]).counts
     findings = {reason: entry["count"] for reason, entry in counts["findings"].items()}
-    assert findings == {"outside_folder": 4, "missing_image": 2}
+    assert findings == {"outside_folder": 5, "missing_image": 2}
     assert counts["samples"] == 2
     packed = read_tar(tmp_path / "out" / "00000.tar")
     assert {data for name, data in packed.items() if name.endswith("jpg")} == {b"bytes of a.jpg"}
@@ -223,18 +224,23 @@ def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: P
         run(tmp_path, images, rows, allow_roots=[tmp_path / "nowhere"])
 
 
-def test_what_is_finished_is_known_by_its_table_and_pictures(tmp_path: Path, images: Path) -> None:
-    run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]])
-    assert run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]]).counts["samples"] == 1
-    (images / "later.jpg").write_bytes(b"a picture that was fetched after a first try")
-    with pytest.raises(ValueError, match=r"1 changed \(pictures\)"):
-        run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]])
-    (images / "later.jpg").unlink()
-    (images / "a.jpg").write_bytes(b"replaced")
-    with pytest.raises(ValueError, match=r"1 changed \(pictures\)"):
-        run(tmp_path, images, [["a.jpg", "1"], ["later.jpg", "2"]])
-    with pytest.raises(ValueError, match=r"2 changed \(pictures, t\.csv\)"):
+def test_what_is_finished_is_known_by_its_table(tmp_path: Path, images: Path) -> None:
+    run(tmp_path, images, [["a.jpg", "1"]])
+    (images / "a.jpg").unlink()  # pictures may be moved away after they were packed
+    assert run(tmp_path, images, [["a.jpg", "1"]]).counts["samples"] == 1
+    with pytest.raises(ValueError, match=r"1 changed \(t\.csv\)"):
         run(tmp_path, images, [["b.PNG", "1"]])
+
+
+def test_pictures_that_come_later_are_told_and_packed_by_force(
+    tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [["a.jpg", "1"], ["later.jpg", "2"]]
+    run(tmp_path, images, rows)
+    (images / "later.jpg").write_bytes(b"a picture that was fetched after a first try")
+    assert run(tmp_path, images, rows).counts["samples"] == 1
+    assert "1 pictures that were missing are there now" in caplog.text and "--force" in caplog.text
+    assert run(tmp_path, images, rows, force=Remake.UNFIT).counts["samples"] == 2  # as finetune
 
 
 def sub_folders(at: Path, **names: list[str]) -> Path:
@@ -252,17 +258,32 @@ def packed_pictures(out: Path) -> dict[str, str]:
     return {members[f"{key}.txt"].decode(): members[f"{key}.jpg"].decode() for key in keys}
 
 
-def test_each_name_is_looked_for_in_all_folders(tmp_path: Path) -> None:
-    """As COCO's train2014 beside val2014, with many dead rows first and one picture elsewhere."""
+def test_each_name_is_looked_for_in_all_folders_if_none_is_in_the_first(tmp_path: Path) -> None:
+    """As COCO's train2014 beside val2014, with many dead rows first."""
     folder = sub_folders(tmp_path / "coco", train2014=["t.jpg"], val2014=["v.jpg", "w.jpg"])
-    (folder / "stray.jpg").write_bytes(b"stray")
-    names = [*(f"gone_{n}.jpg" for n in range(30)), "t.jpg", "val2014/v.jpg", "w.jpg", "stray.jpg"]
-    counts = run(tmp_path, folder, [[name, name] for name in names]).counts
+    names = [*(f"gone_{n}.jpg" for n in range(30)), "t.jpg", "val2014/v.jpg", "w.jpg"]
+    names.remove("val2014/v.jpg")
+    counts = run(tmp_path, folder, [[name, name] for name in [*names, "v.jpg"]]).counts
     assert packed_pictures(tmp_path / "out") == {
-        "t.jpg": "train2014/t.jpg", "val2014/v.jpg": "val2014/v.jpg", "w.jpg": "val2014/w.jpg",
-        "stray.jpg": "stray",
+        "t.jpg": "train2014/t.jpg", "v.jpg": "val2014/v.jpg", "w.jpg": "val2014/w.jpg",
     }  # fmt: skip
     assert counts["findings"]["missing_image"]["count"] == 30
+
+
+def test_a_picture_that_was_moved_into_a_sub_folder_is_missing(tmp_path: Path) -> None:
+    folder = sub_folders(tmp_path / "p", rejected=["bad.jpg"], other=["bad.jpg"])
+    (folder / "good.jpg").write_bytes(b"good")
+    counts = run(tmp_path, folder, [["good.jpg", "g"], ["bad.jpg", "b"]]).counts
+    assert counts["samples"] == counts["findings"]["missing_image"]["count"] == 1
+
+
+def test_absolute_names_are_read_through_a_linked_folder(tmp_path: Path) -> None:
+    real = sub_folders(tmp_path / "disk" / "deep", pics=["a.jpg"])
+    (tmp_path / "photos").symlink_to(real / "pics")
+    assert (
+        run(tmp_path, tmp_path / "photos", [[str(real / "pics" / "a.jpg"), "a"]]).counts["samples"]
+        == 1
+    )
 
 
 def test_a_name_with_two_files_is_asked_for(

@@ -99,8 +99,12 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
     "numbers of COCO's pictures as texts": (
         document({"images": [{"id": 1, "file_name": "0.jpg"}, {"id": 2, "file_name": "1.jpg"}],
                   "annotations": [{"image_id": "1", "caption": "a"},
-                                  {"image_id": "2", "caption": "b"}]}),
+                                  {"image_id": 2.0, "caption": "b"}]}),
         ["a", "b"], {},
+    ),
+    "a caption of two lines with as many tabs as the header": (
+        write("t.tsv", 'image\tcaption\n0.jpg\t"first\nsecond\tafter a tab"\n1.jpg\t"b\nc" \n'),
+        ["first\nsecond\tafter a tab", "b\nc"], {},
     ),
     "a caption of many letters": (
         write("t.csv", f"image,caption\n0.jpg,a\n1.jpg,{'b' * 200_000}\n"),
@@ -235,6 +239,16 @@ def test_the_files_of_one_data_set_are_read_together(names: list[str], folder: P
     assert packed(data)[0] == names
 
 
+def test_the_offered_pattern_leaves_the_other_split_out(folder: Path) -> None:
+    data = folder.parent / "data"
+    for name in ("0/0.parquet", "1/1.parquet", "val/2.parquet"):
+        parquet_of(data, name)
+    with pytest.raises(ValueError, match="choose one") as error:
+        packed(data)
+    words = shlex.split(str(error.value).rpartition(": ")[2])
+    assert packed(Path(words[2]))[0] == ["0/0.parquet", "1/1.parquet"]
+
+
 def test_the_offered_pattern_of_a_split_is_typed_as_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +268,22 @@ def test_a_column_that_one_file_lacks_is_named(folder: Path) -> None:
     parquet_of(data, "1.parquet", column="text")
     with pytest.raises(ValueError, match=r"1\.parquet has no column 'caption'"):
         packed(data)
+
+
+def test_a_nested_column_that_one_file_lacks_is_named(folder: Path) -> None:
+    data = folder.parent / "data"
+    parquet_of(data, "1.parquet")
+    table = pq.read_table(data / "1.parquet")
+    nested = table.append_column("sentences", pa.array([[{"raw": "a"}]]))
+    pq.write_table(nested, data / "0.parquet")
+    with pytest.raises(ValueError, match=r"1\.parquet has no column"):
+        packed(data, caption_column="sentences.raw")
+
+
+def test_a_strangers_file_of_this_name_is_no_unfinished_work(folder: Path) -> None:
+    table = folder / lines({"image": "0.jpg", "caption": "a"})(folder)
+    (folder / "in_progress.json").write_text('{"jobs": 3}')
+    assert packed(folder, captions=table)[0] == ["a"]
 
 
 def test_structs_that_name_files_are_names(folder: Path) -> None:
