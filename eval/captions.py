@@ -80,10 +80,10 @@ def read_captions(
     """Reads the images and captions of a named protocol, and checks their numbers.
 
     ``path`` is a .csv, .tsv, .jsonl or .parquet with names of files, captions and perhaps a column
-    split (``open_table``); a .json as of COCO, Karpathy or ShareGPT4V; a .jsonl as of DOCCI; a
-    .token as of Flickr30k; or a folder with a .txt per image, as of Urban1k. Names of files are
-    relative to the folder ``images``. ``split`` replaces that of the protocol. COCO's images
-    without a caption are kept as candidates.
+    split (``open_table``); a .json with a list of such rows, or as of COCO, Karpathy or ShareGPT4V;
+    a .jsonl as of DOCCI; a .token as of Flickr30k; or a folder with a .txt per image, as of
+    Urban1k. Names of files are relative to the folder ``images``. ``split`` replaces that of the
+    protocol. COCO's images without a caption are kept as candidates.
     """
     path, images = Path(path), Path(images)
     split = split or CAPTION_RULES[protocol].split
