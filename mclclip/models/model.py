@@ -302,8 +302,8 @@ class Model(nn.Module):
         """Returns the multiplier of cosines, 0-dimensional; 1 without a text tower."""
         if not self.reads_texts:
             return torch.ones(())
-        scale: Tensor = self.clip.logit_scale.reshape(()).exp()
-        return scale
+        scale: Tensor = self.clip.logit_scale
+        return scale.reshape(()).exp()
 
     @property
     def has_logit_bias(self) -> bool:

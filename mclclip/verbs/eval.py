@@ -342,7 +342,7 @@ def evaluate(
         whole = on_main(partial(identity_of, location, pretrained))
         identities = {None: whole} | {width: digest_json([whole, width]) for width in widths}
         export = on_main(partial(export_digest, Path(str(location).removeprefix("local-dir:"))))
-        record = partial(_recorded, benchmarks, data, precision, export)
+        record = partial(_fields_of, benchmarks, data, precision, export)
         recorded = {width: record(identity) for width, identity in identities.items()}
         earlier = [] if force is Remake.ALL else on_main(partial(results.read, path))
         pending = {
@@ -367,7 +367,7 @@ def evaluate(
     return rows
 
 
-def _recorded(
+def _fields_of(
     benchmarks: Mapping[str, BenchmarkConfig],
     data: Mapping[str, str],
     precision: str,

@@ -111,8 +111,7 @@ def pack(
         held_out=dict(held_out),
     )
     ask = partial(_ask, table, source, command)
-    if arrived := _count_arrived(table, out, ask, allow_roots):
-        force = _repack(arrived, out, force)
+    force = _force_for_arrived(table, out, ask, allow_roots, force)
     return make_artifact(step, out, (table, source, command), force)
 
 
@@ -258,29 +257,27 @@ def _ask(table: Table, source: Path, command: Sequence[str], what: str, folder: 
     return ValueError(f"{what}: {_from_folder(folder, table, source, command)}")
 
 
-def _count_arrived(table: Table, out: Path, ask: _Ask, allow_roots: Sequence[Path]) -> int:
-    """Returns how many pictures of the table were missing as ``out`` was packed, and are there now.
+def _force_for_arrived(
+    table: Table, out: Path, ask: _Ask, allow_roots: Sequence[Path], force: Remake
+) -> Remake:
+    """Returns ``force``, or ALL if pictures that were missing as ``out`` was packed are there now.
 
-    They are no inputs, since pictures may be moved away after they were packed.
+    Without ``force`` it only logs them: they are no inputs, since pictures may be moved away after
+    they were packed.
     """
     if table.holds_images or os.path.isdir(table.path) or not is_finished(out):
-        return 0
+        return force
     findings = read_manifest(out, Shards.kind).counts["findings"]
     if not (missing := int(findings.get("missing_image", {"count": 0})["count"])):
-        return 0
+        return force
     rows, _ = _join_rows(table, Roots(table.root, *allow_roots), ask, Findings())
-    return max(0, missing - sum(not isfile(table.root / row.path) for row in rows))
-
-
-def _repack(arrived: int, out: Path, force: Remake) -> Remake:
-    """Returns how ``out`` is made again for pictures that have arrived; logs them if it is not."""
-    if force is not Remake.NOTHING:
-        return Remake.ALL
-    log.warning(
-        "pack: %d pictures that were missing are there now, and not in %s: --force packs all again",
-        arrived, out,
-    )  # fmt: skip
-    return force
+    arrived = missing - sum(not isfile(table.root / row.path) for row in rows)
+    if arrived > 0 and force is Remake.NOTHING:
+        log.warning(
+            "pack: %d pictures that were missing are there now, and not in %s: --force packs all "
+            "again", arrived, out,
+        )  # fmt: skip
+    return Remake.ALL if arrived > 0 and force is not Remake.NOTHING else force
 
 
 def _join_rows(
