@@ -49,7 +49,10 @@ def vote(
         return total.reshape(len(labels), num_classes).astype(np.float64, copy=False)
 
     near = similarity.astype(np.float64)
-    votes = sums(np.exp(near / temperature) if weights == "similarity" else np.ones_like(near))
+    if weights == "similarity":  # divided by the nearest one's, which any temperature can hold
+        votes = sums(np.exp((near - near.max(axis=1, keepdims=True)) / temperature))
+    else:
+        votes = sums(np.ones_like(near))
     most = votes == votes.max(axis=1, keepdims=True)
     answers: IntArray = np.where(most, sums(near), -np.inf).argmax(axis=1).astype(np.int64)
     return answers

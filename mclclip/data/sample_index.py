@@ -36,7 +36,15 @@ from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEX
 from mclclip.data.shard_writer import PACKED_FROM
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
-from mclclip.util.files import damaged_if_unreadable, parse_json, printable, read_json, write_json
+from mclclip.util.files import (
+    damaged_if_unreadable,
+    digest_array,
+    digest_json,
+    parse_json,
+    printable,
+    read_json,
+    write_json,
+)
 from mclclip.util.options import brief
 from mclclip.util.randomness import mix
 
@@ -264,6 +272,19 @@ class SampleIndex:
     def attributes(self) -> list[str]:
         """The sorted names of the attributes."""
         return sorted({*self._codes} - {PER_FIELD})
+
+    @cached_property
+    def pictures_digest(self) -> str:
+        """Tells other pictures of the same samples by their sizes in bytes. ``digest`` does not
+        depend on them, so that labels of samples fit copies of their pictures too."""
+        return digest_array(self.image_size)
+
+    @cached_property
+    def captions_digest(self) -> str:
+        """Tells other captions of the same samples, and the same read from another field."""
+        places = sorted({(shard.source, shard.captions) for shard in self.shards})
+        texts = [] if self.text_crc32 is None else [digest_array(self.text_crc32)]
+        return digest_json([places, digest_array(self.num_captions), *texts])
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:

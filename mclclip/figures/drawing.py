@@ -25,13 +25,18 @@ def library(what: str = "a picture") -> Any:
 
 
 @contextmanager
-def canvas(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yields a matplotlib figure of this size in inches, and saves it as a PNG after the block."""
+def canvas(path: Path, width: float, height: float, math: bool = False) -> Iterator[Any]:
+    """Yields a matplotlib figure of this size in inches, and saves it as a PNG after the block.
+
+    What is between two dollar signs is a formula only with ``math``, which the ticks of logarithmic
+    axes are; a value such as "$5 to $10" is none.
+    """
     figure = library().Figure(figsize=(width, height), layout="constrained", dpi=120)
-    yield figure
-    with whole_file(path) as file:
-        # Without its version, files are equal for any matplotlib that draws the same.
-        figure.savefig(file, format="png", metadata={"Software": None})
+    with needed("matplotlib", "a picture", "").rc_context({"text.parse_math": math}):
+        yield figure
+        with whole_file(path) as file:
+            # Without its version, files are equal for any matplotlib that draws the same.
+            figure.savefig(file, format="png", metadata={"Software": None})
 
 
 def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
@@ -67,7 +72,7 @@ def lines(
     ``x`` and ``y`` name the axes, which are logarithmic with ``log``. The values of a series stand
     at ``places`` of the x axis (None: at 1, 2, ...). A dashed vertical line is drawn at ``marked``.
     """
-    with canvas(path, 7.0, 3.6) as figure:
+    with canvas(path, 7.0, 3.6, math=log) as figure:
         axes = figure.subplots()
         for name, values in series.items():
             xs, marker = (np.arange(1, len(values) + 1), "") if places is None else (places, "o")

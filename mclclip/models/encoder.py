@@ -337,12 +337,13 @@ def save_concat(
     Tensors that are equal in all stages, bit for bit, are stored once; the first blocks that hold
     only such tensors are the trunk. `names` are the stages' names in concat.json (default: those of
     the directories). Returns what concat.json holds. Raises ValueError if the stages have several
-    architectures.
+    architectures, or different tensors.
     """
     config = common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
     tensors = [weights.read_tensors(file) for file in paths]
-    shared = {n for n in tensors[0] if weights.same_bits(*(stage[n] for stage in tensors))}
+    tensor_names = weights.common_names(dict(zip(stages, tensors, strict=True)))
+    shared = {n for n in tensor_names if weights.same_bits(*(stage[n] for stage in tensors))}
     layout = load_towers(stages[0], load_weights=False).layout
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
     differing = {name for name in image if f"visual.{name}" not in shared}

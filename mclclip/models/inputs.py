@@ -30,7 +30,9 @@ def pictures_of(images: Any) -> list[Picture | Tensor]:
     """Returns what was passed to `encode_image` as a list: one `Picture`, or several. An array
     [N, H, W, 3] is N pictures."""
     is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
-    is_alone |= hasattr(images, "read") or (isinstance(images, np.ndarray) and images.ndim < 4)
+    is_alone |= hasattr(images, "read")
+    if isinstance(images, np.ndarray) and images.dtype.kind not in "OUS":  # which hold pictures
+        is_alone |= images.ndim < 4
     is_alone |= not isinstance(images, Iterable)
     return [images] if is_alone else [*images]
 

@@ -9,10 +9,10 @@ every bit, and a soup that one model alone has a share in is that model, bit for
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.models import weights
@@ -30,8 +30,8 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
 
     Models of different bases are refused unless `force` is set, since their average is meaningless.
     Logit scales are stored as logarithms, and these are averaged. Averaged running statistics of
-    batch norms do not fit the averaged weights: call ``estimate_statistics`` afterwards if
-    ``needs_statistics`` returns True. Raises the errors of ``check_ingredients`` and ``combine``.
+    batch norms do not fit the averaged weights: call ``estimate_statistics`` afterwards for
+    those that ``differing_norms`` names. Raises the errors of ``check_ingredients`` and ``combine``.
     """
     config = check_ingredients(ingredients, any_base=force)
     tensors, num_averaged = combine(ingredients)
@@ -77,17 +77,18 @@ def _find_safetensors(directory: Path) -> Path:
     return file
 
 
-def needs_statistics(ingredients: Sequence[Path]) -> bool:
-    """Returns True if the models have batch norms whose running statistics differ.
+def differing_norms(ingredients: Sequence[Path]) -> set[str]:
+    """Returns the names of the models' batch norms whose running statistics differ.
 
     Equal statistics come from frozen norms. Of different ones no average fits averaged weights.
     """
     with _open_weights(ingredients) as sources:
-        names = [name for name in sources[0].keys() if name.endswith(_STATISTICS)]
-        return any(
-            not weights.same_bits(*(source.get_tensor(name) for source in sources))
-            for name in names
-        )
+        return {
+            name.rpartition(".")[0]
+            for name in sources[0].keys()
+            if name.endswith(_STATISTICS)
+            and not weights.same_bits(*(source.get_tensor(name) for source in sources))
+        }
 
 
 def load_soup(
@@ -107,7 +108,7 @@ def load_soup(
     tensors, _ = combine(ingredients, shares)
     model = load_towers(used[0], load_weights=False) if model is None else model
     weights.fill(model.exported, tensors, f"of the soup of {len(used)} models")
-    if not needs_statistics(used):
+    if not (norms := differing_norms(used)):
         return model, tensors, 0
     if images is None:
         raise ValueError(
@@ -115,21 +116,22 @@ def load_soup(
             "fits the averaged weights: give training images, on which they are estimated again"
         )
     device = next(model.parameters()).device
-    count = estimate_statistics(model, (batch.to(device) for batch in images(model)))
-    estimated = {n: t for n, t in model.exported.state_dict().items() if n.endswith(_STATISTICS)}
-    statistics = {n: t.to("cpu", tensors[n].dtype, copy=True) for n, t in estimated.items()}
-    return model, tensors | statistics, count
+    count = estimate_statistics(model, norms, (batch.to(device) for batch in images(model)))
+    estimated = model.exported.state_dict()
+    for name in (f"{norm}.{each}" for norm in norms for each in _STATISTICS):
+        tensors[name] = estimated[name].to("cpu", tensors[name].dtype, copy=True)
+    return model, tensors, count
 
 
 @torch.no_grad()
-def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
-    """Sets the running statistics of all batch norms to those of images; returns their number.
+def estimate_statistics(model: Model, names: Iterable[str], batches: Iterable[Tensor]) -> int:
+    """Sets the running statistics of batch norms to those of images; returns the images' number.
 
-    ``batches``, at least one, are images [B, 3, H, W]; every batch counts the same (torch's
+    ``names`` are those of modules of the exported model; all others stay as they are. ``batches``, at least one, are images [B, 3, H, W]; every batch counts the same (torch's
     cumulative average). Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima",
     2018, section 3.2.
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [cast(_BatchNorm, model.exported.get_submodule(name)) for name in names]
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
@@ -138,7 +140,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
         norm.train()
     count = 0
     for images in batches:
-        model.encode_image(images)  # type: ignore[operator]
+        model.encode_image(images)
         count += len(images)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
@@ -169,11 +171,8 @@ def combine(
     used = [(path, share) for path, share in zip(ingredients, shares, strict=True) if share]
     num_averaged, tensors = 0, {}
     with _open_weights([path for path, _ in used]) as sources:
-        names = sorted(sources[0].keys())
-        for (path, _), source in zip(used, sources, strict=True):
-            if sorted(source.keys()) != names:
-                strange = sorted(set(names) ^ set(source.keys()))[:3]
-                raise ValueError(f"{path} and {used[0][0]} hold different tensors: {strange}")
+        opened = zip(used, sources, strict=True)
+        names = weights.common_names({path: source.keys() for (path, _), source in opened})
         for name in names:
             values = [source.get_tensor(name) for source in sources]
             tensors[name] = mean_tensor(name, values, [share for _, share in used])

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -378,3 +378,12 @@ def quiet() -> Iterator[None]:
     finally:
         root.removeFilter(drop_all)
         root.removeHandler(null)
+
+
+def common_names(names: Mapping[Path, Iterable[str]]) -> list[str]:
+    """Returns the sorted names of the tensors of models, by path. Raises ValueError if they differ."""
+    (first, expected), *others = ((path, set(of_one)) for path, of_one in names.items())
+    for path, found in others:
+        if strange := sorted(found ^ expected)[:3]:
+            raise ValueError(f"{path} and {first} hold different tensors: {strange}")
+    return sorted(expected)

@@ -71,7 +71,7 @@ from mclclip.objectives.base import (
 )
 from mclclip.objectives.ifm import Term, modified_losses
 from mclclip.objectives.pairs import TILE, Pairs
-from mclclip.objectives.row_losses import log_sums, row_losses
+from mclclip.objectives.row_losses import log_sums, row_losses, to_fp32
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share
 
@@ -235,7 +235,7 @@ class _WithCopy(Objective):
     def _row_losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Returns L_p of each row, [b], or its IFM loss, of features [b, D] among keys [B, D]; and
         which rows have no negatives, bool [b]."""
-        queries = features / self.temperature
+        queries, keys = to_fp32(features) / self.temperature, to_fp32(keys)
         if not self.epsilon:
             return row_losses(queries, keys, pairs)
         (negatives,) = log_sums(queries, keys, pairs)
@@ -287,7 +287,8 @@ class QueuedKeys(_WithCopy):
             `loss`: mean of L_p over this rank's rows. `rows_without_negatives`: number of samples
             of the global batch with loss 0 and gradient 0; all of them while the queue is empty.
         """
-        keys, groups, sample_id = features["keys"].detach(), batch.group_ids[:, 0], batch.sample_id
+        keys = to_fp32(features["keys"].detach())
+        groups, sample_id = batch.group_ids[:, 0], batch.sample_id
         self._new = keys, groups, sample_id, batch.prefix_length
         is_comparable = self.queue_prefix_lengths == batch.prefix_length
         queued = torch.where(is_comparable, self.queue_groups, _NO_GROUP)

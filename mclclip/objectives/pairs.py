@@ -131,13 +131,15 @@ class Pairs:
 
     def positives_of_class(self) -> Pairs:
         """Returns pairs that count the columns of a row's group and class, but for its own sample
-        and its near copies."""
+        and its near copies. A class below 0 is none: such rows and columns count nothing."""
         assert self.classes is not None and self.all_classes is not None
         num = self.all_classes.max() + 1
         return replace(
             self,
-            groups=self.groups * num + self.classes,
-            all_groups=self.all_groups * num + self.all_classes,
+            groups=torch.where(self.classes < 0, -1, self.groups * num + self.classes),
+            all_groups=torch.where(
+                self.all_classes < 0, -2, self.all_groups * num + self.all_classes
+            ),
         )
 
     def masked(self, rows: slice, columns: slice) -> Tensor:

@@ -59,6 +59,7 @@ from mclclip.objectives.row_losses import (
     count_columns,
     refuse_second_derivative,
     sum_weights,
+    to_fp32,
 )
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import choose_no_autocast, not_compiled
@@ -148,7 +149,7 @@ class Sigmoid(Objective):
             they are no negatives: how many the samples have, each its own. The `logit_scale` and
             `logit_bias` that were used.
         """
-        image_features, others = features["image_features"], features[self.other]
+        image_features, others = (to_fp32(features[n]) for n in ("image_features", self.other))
         scale = features["logit_scale"] if self.log_scale is None else self.log_scale[0].exp()
         bias = features["logit_bias"] if self.bias is None else self.bias[0]
         pairs = pairs_of(batch, self.tile, self.near)

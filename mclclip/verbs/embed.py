@@ -199,9 +199,10 @@ class ImageRows(Step[Pass]):
     blocks: int
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """Returns the digests of the index and of the frozen blocks."""
+        """Returns the digests of the index, its pictures and the frozen blocks."""
         trunk = load_towers(how.layout.export(0)).trunk_digest(self.blocks)
-        return {"index": how.index.digest, "trunk": trunk}
+        digests = {"index": how.index.digest, "pictures": how.index.pictures_digest}
+        return digests | {"trunk": trunk}
 
     def make(self, out: Artifact, how: Pass) -> Made:
         """Writes the missing files. Raises ValueError if the disk has too little room, or a value
@@ -291,8 +292,9 @@ class Embeddings(Step[Pass]):
     feature: str
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """Returns the digests of the index, the encoder, and the image rows if they are read."""
-        inputs = how.inputs()
+        """Returns the digests of the index, its pictures and the encoder, and of the image rows if
+        they are read."""
+        inputs = how.inputs() | {"pictures": how.index.pictures_digest}
         if how.encoder is not None:
             return inputs
         if how.config.writes_image_rows:
@@ -337,8 +339,9 @@ class TextEmbeddings(Step[Pass]):
     """All that edits depend on (``HardCaptions.drawn_by``); None for the captions themselves."""
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """Returns the digests of the index, the encoder, and the rows that stand for texts."""
-        inputs = how.inputs()
+        """Returns the digests of the index, the captions and the encoder, and of the rows that
+        stand for texts."""
+        inputs = how.inputs() | {"captions": how.index.captions_digest}
         if how.encoder is None and how.config.model.text_rows:
             inputs[KIND] = read_manifest(how.layout.text_rows, KIND).digest
         return inputs

@@ -249,10 +249,10 @@ def _write_soup(
 ) -> dict[str, Any]:
     averaged = soup.save_uniform_soup(stages, directory, force is not Remake.NOTHING)
     counts = {"ingredients": len(stages), "averaged_tensors": averaged}
-    if soup.needs_statistics(stages):
+    if norms := soup.differing_norms(stages):
         model = load_towers(directory)
         images = _images(config, SampleIndex.open(layout.index), model)
-        counts["statistics_samples"] = soup.estimate_statistics(model, images)
+        counts["statistics_samples"] = soup.estimate_statistics(model, norms, images)
         log.info("estimated the batch norms of the soup on %d images", counts["statistics_samples"])
         model.save(directory, weights.base_digest(directory))
     return counts

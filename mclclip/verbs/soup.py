@@ -247,7 +247,7 @@ def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_
                 f"{path} is an image encoder without a text tower, and {judge.read_texts[0]} "
                 "compares images with texts: take a suite of benchmarks such as knn"
             )
-    if images is None and soup.needs_statistics(paths):
+    if images is None and soup.differing_norms(paths):
         raise ValueError(
             "the models have batch norms with different running statistics, which have no average "
             "that fits: give --images FOLDER with training images, to estimate them on"

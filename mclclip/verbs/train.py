@@ -109,7 +109,10 @@ class Training(Step[StageTraining]):
     def reads(self, training: StageTraining) -> dict[str, str]:
         """Returns the digests of the artifacts and files that the training depends on."""
         reads, layout = training.options.objective.reads, training.layout
-        digests = {"index": training.index.digest}
+        index = training.index
+        digests = {"index": index.digest, "pictures": index.pictures_digest}
+        if reads.captions:
+            digests["captions"] = index.captions_digest
         if reads.attribute is not None and training.classes is not None:
             digests["attribute"] = training.classes.digest
         if training.weights is not None:

@@ -133,3 +133,10 @@ def test_chance_is_the_most_frequent_class_as_every_answer(test: list[int]) -> N
     assert figures["accuracy"].protocol["chance"] == 25.0 * test.count(1)
     for figure in figures.values():
         assert figure.value == pytest.approx(figure.protocol["chance"], abs=0.01)
+
+
+def test_a_small_temperature_gives_the_nearest_ones_class() -> None:
+    similarity = np.array([[0.99, 0.80, 0.79, 0.78]], np.float32)
+    labels = np.array([[2, 1, 1, 1]])
+    for temperature in (0.07, 0.002, 0.001, 1e-6):
+        assert knn.vote(similarity, labels, 3, "similarity", temperature).tolist() == [2]

@@ -15,10 +15,10 @@ from mclclip.models.model import Model
 from mclclip.models.soup import (
     check_ingredients,
     combine,
+    differing_norms,
     estimate_statistics,
     load_soup,
     mean_tensor,
-    needs_statistics,
     save_uniform_soup,
 )
 from tests.unit.models.conftest import RunsWhenOpened
@@ -85,20 +85,39 @@ def test_mean_of_a_tensor() -> None:
 def test_statistics_of_batch_norms_are_estimated_on_images(resnet: Model, tmp_path: Path) -> None:
     images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     paths = save_stages(resnet, tmp_path, 2, image_blocks=5)
-    assert not needs_statistics(paths)  # nobody ran them
+    assert not differing_norms(paths)  # nobody ran them
     resnet.train()
     resnet.encode_image(images[0])
     resnet.save(paths[1], weights.base_digest(paths[0]))
-    assert needs_statistics(paths)
+    norms = differing_norms(paths)
+    assert "visual.bn1" in norms
     save_uniform_soup(paths, tmp_path / "soup")
     soup = load_towers(tmp_path / "soup")
-    assert estimate_statistics(soup, images) == 16
+    assert estimate_statistics(soup, norms, images) == 16
     norm = soup.clip.visual.bn1
     with torch.no_grad():
         outputs = [soup.clip.visual.conv1(batch) for batch in images]
     mean = torch.stack([output.mean(dim=(0, 2, 3)) for output in outputs]).mean(dim=0)
     torch.testing.assert_close(norm.running_mean, mean, atol=1e-5, rtol=1e-4)
     assert not soup.training and not norm.training and norm.momentum == 0.1
+
+
+def test_batch_norms_that_were_frozen_keep_their_statistics(resnet: Model, tmp_path: Path) -> None:
+    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
+    norm = resnet.exported.visual.layer4[0].bn1
+    for number, path in enumerate(paths):
+        norm.running_mean.fill_(number)
+        resnet.save(path, weights.base_digest(path))
+    assert differing_norms(paths) == {"visual.layer4.0.bn1"}
+    before = weights.read_tensors(paths[0] / weights.WEIGHTS)
+    model, tensors, count = load_soup(paths, [1.0] * 3, lambda _: images)
+    assert count == 16
+    changed = {n for n, t in before.items() if not weights.same_bits(t, tensors[n])}
+    assert changed == {f"visual.layer4.0.bn1.{n}" for n in ("running_mean", "running_var",
+                                                            "num_batches_tracked")}  # fmt: skip
+    held = model.exported.visual.bn1.running_mean
+    assert weights.same_bits(held, before["visual.bn1.running_mean"])
 
 
 # --- shares ----------------------------------------------------------------------------------
@@ -190,7 +209,7 @@ def test_batch_norms_of_equally_long_trainings_differ_too(resnet: Model, tmp_pat
             if hasattr(module, "num_batches_tracked"):
                 module.num_batches_tracked.fill_(1)
         resnet.save(path, base)
-    assert needs_statistics(paths[1:]) and not needs_statistics(paths[1:2] * 2)
+    assert differing_norms(paths[1:]) and not differing_norms(paths[1:2] * 2)
     with pytest.raises(ValueError, match="give training images"):
         load_soup(paths[1:], [1.0, 1.0])
     model, tensors, count = load_soup(paths[1:], [1.0, 1.0], lambda _: images)
