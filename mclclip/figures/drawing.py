@@ -32,7 +32,9 @@ def canvas(path: Path, width: float, height: float, math: bool = False) -> Itera
     axes are; a value such as "$5 to $10" is none.
     """
     figure = library().Figure(figsize=(width, height), layout="constrained", dpi=120)
-    with needed("matplotlib", "a picture", "").rc_context({"text.parse_math": math}):
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": math}):
         yield figure
         with whole_file(path) as file:
             # Without its version, files are equal for any matplotlib that draws the same.

@@ -30,8 +30,8 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
 
     Models of different bases are refused unless `force` is set, since their average is meaningless.
     Logit scales are stored as logarithms, and these are averaged. Averaged running statistics of
-    batch norms do not fit the averaged weights: call ``estimate_statistics`` afterwards for
-    those that ``differing_norms`` names. Raises the errors of ``check_ingredients`` and ``combine``.
+    batch norms do not fit the averaged weights: call ``estimate_statistics`` afterwards for those
+    that ``differing_norms`` names. Raises the errors of ``check_ingredients`` and ``combine``.
     """
     config = check_ingredients(ingredients, any_base=force)
     tensors, num_averaged = combine(ingredients)
@@ -127,8 +127,9 @@ def load_soup(
 def estimate_statistics(model: Model, names: Iterable[str], batches: Iterable[Tensor]) -> int:
     """Sets the running statistics of batch norms to those of images; returns the images' number.
 
-    ``names`` are those of modules of the exported model; all others stay as they are. ``batches``, at least one, are images [B, 3, H, W]; every batch counts the same (torch's
-    cumulative average). Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima",
+    ``names`` are those of modules of the exported model; all others stay as they are. ``batches``,
+    at least one, are images [B, 3, H, W]; every batch counts the same (torch's cumulative average).
+    Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima",
     2018, section 3.2.
     """
     norms = [cast(_BatchNorm, model.exported.get_submodule(name)) for name in names]

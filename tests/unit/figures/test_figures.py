@@ -17,7 +17,7 @@ import pytest
 from mclclip import figures, method
 from mclclip.config import Config, from_tree
 from mclclip.data.sample_index import SampleIndex
-from mclclip.figures import nearest, nearest_labels, tsne
+from mclclip.figures import drawing, nearest, nearest_labels, tsne
 from mclclip.figures.inputs import Inputs
 from mclclip.ranks.process_group import SINGLE
 from mclclip.util import shipped
@@ -223,3 +223,10 @@ def test_an_attribute_without_pairs_leaves_the_other_figures(
         monkeypatch.setattr(SampleIndex, "attribute", lambda self, name, own=codes: (own, ["0"]))
         with pytest.raises(ValueError, match=f"nothing for {figure}"):
             analyse.run(config, SINGLE, figures=figure)
+
+
+def test_dollar_signs_are_no_formula(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    plane = rng.standard_normal((4, 2)), np.array([0, 1, 0, 1]), ["$5_$10", "$10_$20"]
+    drawing.planes(tmp_path / "a.png", "$a_ and $b_", [{"a $b_ $c_": plane}])
+    assert (tmp_path / "a.png").is_file()
