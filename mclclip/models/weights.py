@@ -384,7 +384,7 @@ def common_names(names: Mapping[Path, Iterable[str]]) -> list[str]:
     """Returns the sorted names of the tensors of models by path. Raises ValueError if they
     differ."""
     (first, expected), *others = ((path, set(of_one)) for path, of_one in names.items())
-    for path, found in others:
-        if strange := sorted(found ^ expected)[:3]:
+    for path, theirs in others:
+        if strange := sorted(theirs ^ expected)[:3]:
             raise ValueError(f"{path} and {first} hold different tensors: {strange}")
     return sorted(expected)
