@@ -162,3 +162,19 @@ def test_one_view_without_any_positive_has_no_loss_and_no_gradient() -> None:
     assert (parts["loss"].item(), int(parts["rows_without_positives"])) == (0.0, 5)
     for gradient in batch.gradients():
         assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_samples_without_a_class_are_nobodys_positives() -> None:
+    features = torch.nn.functional.normalize(
+        torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), dim=1
+    )
+    losses = []
+    for classes in ([2, 2, 0, -1, -1, 1], [2, 2, 0, 7, 8, 1]):
+        batch = SimpleNamespace(
+            group_ids=torch.tensor([0, 0, 0, 1, 1, 1])[:, None], sample_id=torch.arange(6),
+            classes=torch.tensor(classes)[:, None], extras={}, prefix_length=0,
+        )  # fmt: skip
+        parts: Any = supcon(num_views=1)({"image_features": features}, batch)  # type: ignore[arg-type]
+        assert int(parts["rows_without_positives"]) == 4
+        losses.append(float(parts["loss"]))
+    assert losses[0] == losses[1] > 0
