@@ -284,7 +284,8 @@ def _read_times(directory: Path) -> dict[str, int]:
 
 
 def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) -> None:
-    """Compares the shards with the index in ``directory``; call it on one rank.
+    """Compares the shards with the index in ``directory``; call it on one rank. Shards whose path
+    or time of change is not that of the index are read.
 
     Raises FileNotFoundError for a missing shard, ValueError for one with another size, tag, or
     other members, captions or attributes, and OSError if a store does not answer.
@@ -305,10 +306,11 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                 "it, or index it anew with 'mclclip index --force'"
             )
     times, noted = times_of(shards), _read_times(directory)
-    changed = [s for s in shards if noted.get(s.path) != times.get(s.path)]
+    known = {shard.path for shard in read_shards(directory)}
+    changed = [s for s in shards if s.path not in known or noted.get(s.path) != times.get(s.path)]
     if not changed:
         return
-    log.info("read again, for another time: %s", count_of(len(changed), "shard"))
+    log.info("read again, for another path or time: %s", count_of(len(changed), "shard"))
     with closing(scan_shards(changed, options)) as scans:
         shown = progress(scans, total=len(changed), description="check shards")
         for shard, scan in zip(changed, shown, strict=True):
@@ -318,7 +320,7 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                     "those that were indexed; restore it, or index it anew with 'mclclip index "
                     "--force'"
                 )
-    note_times(directory, {shard.path: times[shard.path] for shard in changed})
+    note_times(directory, {path: times[path] for s in changed if (path := s.path) in times})
 
 
 def join_rows(

@@ -472,11 +472,14 @@ class RunPaths:
     def relocated(self, stage: int, folder: str | None) -> Path:
         """Copies of the samples in the order of the stage's groups.
 
-        ``folder`` is the option ``relocate.folder``; the copies lie in FOLDER/RUN/stage_1 there,
-        since several runs may use one folder. None: they lie in the run directory.
+        ``folder`` is the option ``relocate.folder``; the copies lie in FOLDER/RUN-1f2e3d/stage_1
+        there, since several runs may use one folder: the run's name and a digest of its whole path,
+        without which the runs of a race would share a name. None: they lie in the run directory.
         """
         if folder is not None:
-            return Path(folder).expanduser() / self.run_dir.resolve().name / f"stage_{stage}"
+            whole = self.run_dir.resolve()
+            name = f"{whole.name}-{files.digest_json(str(whole))[:6]}"
+            return Path(folder).expanduser() / name / f"stage_{stage}"
         return self.run_dir / f"stage_{stage}" / "relocated"
 
     def train(self, stage: int) -> Path:

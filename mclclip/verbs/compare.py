@@ -21,6 +21,7 @@ from mclclip.eval import outcomes, results
 from mclclip.eval.comparisons import Comparison, Format, correct, render
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Result, short_name
+from mclclip.eval.units import PERCENT, Unit
 from mclclip.run.opened import JOINED, Run
 from mclclip.util.files import write_bytes
 from mclclip.util.options import brief
@@ -206,20 +207,23 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
     """Returns for each encoder that the run made the mean of the main metrics of the share
     ``choose``, or of all benchmarks without it; losses count with the opposite sign.
 
-    Only metrics in which all these encoders were measured count. If there are none, means are NaN.
+    Only metrics in which all these encoders were measured count, and of those only metrics in
+    percent; if there is none in percent, those in the unit of the first. Without any, means are NaN.
     """
-    values: dict[str, dict[tuple[str, str], float]] = {}
+    values: dict[str, dict[tuple[str, str, Unit], float]] = {}
     for row, _ in _deciding(rows):
         if is_of_run(row.model):
             of_model = values.setdefault(row.model, {})
-            of_model[row.benchmark, row.metric] = row.unit.sign * row.value
+            of_model[row.benchmark, row.metric, row.unit] = row.unit.sign * row.value
     if not values:
         return {}
-    shared = set.intersection(*map(set, values.values()))
+    first = next(iter(values.values()))
+    shared = [metric for metric in first if all(metric in of for of in values.values())]
+    units = [unit for _, _, unit in shared]
+    unit = PERCENT if PERCENT in units else next(iter(units), PERCENT)
+    counted = [metric for metric in shared if metric[-1] == unit]
     return {
-        name: mean(value for metric, value in of_model.items() if metric in shared)
-        if shared
-        else math.nan
+        name: mean(of_model[metric] for metric in counted) if counted else math.nan
         for name, of_model in values.items()
     }
 

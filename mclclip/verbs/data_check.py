@@ -26,6 +26,7 @@ from mclclip.data.decode import DecodeError, as_picture, decode, peculiarity
 from mclclip.data.findings import REASONS, Findings
 from mclclip.data.locations import PICTURE
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_paths import expand_shards
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths, is_finished, read_manifest
@@ -77,7 +78,7 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
     sources, number, every = {}, 0, 0
     for name, source in config.data.sources.items():
         option = f"data.sources.{name}.shards"
-        paths = index.expand_shards(source.shards, option, config.data.remote)
+        paths = expand_shards(source.shards, option, config.data.remote)
         some = paths[:: -(-len(paths) // max(1, SHARDS // len(config.data.sources)))]
         sources[name] = replace(source, shards=some)
         number, every = number + len(some), every + len(paths)

@@ -1,17 +1,15 @@
 """Verb ``index``: tar shards -> sample index.
 
 The first call fixes the order of the shards: sources as configured, and the paths of each sorted.
-Later calls append new shards, so the sample_id of a sample never changes.
+Later calls append new shards, so the sample_id of a sample never changes, also where shards were
+moved to another folder or store or the index is made again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import glob
-import itertools
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -21,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from webdataset.shardlists import expand_urls
 
 from mclclip.config import Config
 from mclclip.data.findings import LEFT_OUT, UNREADABLE, Findings
@@ -42,9 +39,10 @@ from mclclip.data.index_tables import (
     write_tables,
 )
 from mclclip.data.options import DataConfig, SourceConfig
-from mclclip.data.remote import Remote, RemoteOptions, check_protocol
+from mclclip.data.remote import Remote, RemoteOptions
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import ShardFilter
+from mclclip.data.shard_paths import expand_shards
 from mclclip.data.shard_scan import IMAGE_CRC, PER_FIELD, caption_fields, captions_text, check_names
 from mclclip.data.shard_writer import refuse_unfinished
 from mclclip.ranks import collectives
@@ -65,9 +63,6 @@ from mclclip.util.options import prefix_errors, protocol_of
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
-MAX_PATHS = 1_000_000  # most paths that one pattern of shards may expand to
-_IN_URL = re.compile(r"::(?![\w.+-]+://|[/.~@${])")  # a ``::`` that is a part of a url
-MAX_FOLDERS = 50_000  # most folders that a pattern with ** may search
 
 
 def run(config: Config, context: Context, force: Remake = Remake.NOTHING) -> SampleIndex:
@@ -80,8 +75,9 @@ def run(config: Config, context: Context, force: Remake = Remake.NOTHING) -> Sam
 
     Raises FileNotFoundError for missing shards, and ValueError for sources that are wrong, hold no
     usable sample, or differ from the indexed ones (a changed shard, one that is not listed any
-    more, other captions, attributes or subset). ``force`` moves the old index aside and makes a new
-    one: ``ALL`` in any case, ``UNFIT`` if the old index is damaged or differs.
+    more, other captions, attributes or subset; new ones after the run's first stage began).
+    ``force`` moves the old index aside and makes a new one, in the old order of shards: ``ALL`` in
+    any case, ``UNFIT`` if the old index is damaged or differs. Otherwise it appends new shards.
     """
     directory = RunPaths.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
@@ -93,11 +89,12 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
     configured = _list_shards(config.data.sources, filters, config.data.remote)
     indexed, new = _compare_with_index(directory, configured, config.data, force)
     old = read_manifest(directory, KIND) if is_finished(directory) else None
+    moved = old is not None and indexed != read_shards(directory)
     pixels = config.data.verify == "full"
     if old is not None:
         pixels = pixels or old.counts.get("pixels", False)
         whole = old.counts.get("pixels", False) == pixels
-        if not new and (whole or not pixels):
+        if not (new or moved) and (whole or not pixels):
             log.info("index: up to date, %d shards", len(indexed))
             return
         old.check(directory)
@@ -173,14 +170,21 @@ def _compare_with_index(
 
     An old index that ``force`` makes again is moved aside, and all shards are new.
     """
+    before: list[Shard] = []
     try:
         if is_finished(directory):
             read_manifest(directory, KIND).check(directory, SHARDS)
-        indexed = read_shards(directory)  # of an unfinished index too
+        indexed = before = _follow(read_shards(directory), configured)  # of an unfinished one too
         new = _new_shards(indexed, configured, directory)
         if not is_finished(directory):
             return indexed, new
         check_shards(directory, indexed, data)
+        if new and force is Remake.NOTHING and any(directory.parent.glob("stage_*")):
+            raise ValueError(
+                f"{count_of(len(new), 'shard')} came to data.sources after the run began, such as "
+                f"{printable(new[0].path)}: name only the {len(indexed)} that {directory} has, since "
+                "with more of them all that was made has to be made again"
+            )
         reason = "it is made again" if force is Remake.ALL else None
         reason = find_damage(directory) if force is Remake.UNFIT else reason
         if reason is None:
@@ -191,7 +195,9 @@ def _compare_with_index(
         reason = str(error)
     log.info("index: %s: the old index is moved aside", reason)
     move_aside(directory)
-    return [], configured
+    places = {(shard.source, shard.path): place for place, shard in enumerate(before)}
+    last = len(places)
+    return [], sorted(configured, key=lambda new: places.get((new.source, new.path), last))
 
 
 def _write(
@@ -341,114 +347,36 @@ def _list_shards(
     return shards
 
 
-def expand_shards(
-    patterns: str | Sequence[str], option: str, remote: RemoteOptions | None = None
-) -> list[str]:
-    """Expands ``patterns`` to sorted absolute paths and urls.
+def _follow(indexed: Sequence[Shard], configured: Sequence[Shard]) -> list[Shard]:
+    """Returns the indexed shards, those that were moved with their new paths.
 
-    A pattern is a path, a glob, a brace list such as ``{00..03}.tar``, or ``@FILE``, a file with
-    one pattern per line. Braces expand as in webdataset: ``::`` separates patterns, and ``${x}`` is
-    the environment variable WDS_x. In a pattern with a url, ``::`` separates only if a url or path
-    follows it, since IPv6 addresses and queries may contain it. An existing file is taken literally
-    even if its name looks like a pattern. A url is not opened, unless it is a glob. ``option``,
-    such as 'data.sources.pets.shards', begins the messages.
-
-    Raises FileNotFoundError for a pattern without files and for missing shards; ValueError for
-    pipes, urls of other protocols, broken braces, and a shard that is listed twice.
+    A shard that is not configured any more was moved to the new one of its source that has its file
+    name and size, of several to that with the longest common end of the path.
     """
-    lines: list[str] = []
-    for entry in [patterns] if isinstance(patterns, str) else patterns:
-        if not entry.startswith("@"):
-            lines.append(entry)
-            continue
-        file = os.path.expanduser(entry[1:])
-        if not os.path.isfile(file):
-            raise FileNotFoundError(f"{option}: no list of shards at {file}")
-        stripped = [line.strip() for line in Path(file).read_text("utf-8-sig").splitlines()]
-        lines += [line for line in stripped if line and not line.startswith("#")]
-    paths = sorted(
-        path if protocol_of(path) else os.path.abspath(path)
-        for line in lines
-        for path in _expand(line, option, Remote(remote))
-    )
-    if not paths:
-        raise FileNotFoundError(f"{option} names no shard: {printable(str(patterns))}")
-    for path, following in itertools.pairwise(paths):
-        if path == following:
-            raise ValueError(f"{option} names {printable(path)} twice: list each shard once")
-    return paths
+    old_paths = {(shard.source, shard.path) for shard in indexed}
+    now_paths = {(shard.source, shard.path) for shard in configured}
+    found: dict[tuple[str, str, int], list[Shard]] = {}
+    for shard in configured:
+        if (shard.source, shard.path) not in old_paths:
+            found.setdefault(_file_of(shard), []).append(shard)
+    shards = []
+    for shard in indexed:
+        same_file = found.get(_file_of(shard), [])
+        others = [new for new in same_file if stem_of(new.path).endswith(shard.name)]
+        if others and (shard.source, shard.path) not in now_paths:
+            now = max(others, key=lambda new: len(_common_end(shard.path, new.path)))
+            same_file.remove(now)
+            shard = dataclasses.replace(shard, path=now.path, tag=now.tag)
+        shards.append(shard)
+    return shards
 
 
-def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
-    """Returns the files of a brace list or glob; each of its alternatives must match a file."""
-    literal = os.path.expanduser(pattern)
-    if os.path.isfile(literal):
-        return [literal]
-    if files := _glob(literal, option):
-        return files
-    if (number := _most_paths(pattern)) > MAX_PATHS:
-        raise ValueError(
-            f"{option}: {printable(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
-            f"{MAX_PATHS:,}: use a glob, or @FILE"
-        )
-    whole = _IN_URL.sub("\0", pattern) if "://" in pattern else pattern
-    try:
-        candidates = [os.path.expanduser(path.replace("\0", "::")) for path in expand_urls(whole)]
-    except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
-        raise ValueError(f"{option}: {printable(pattern)!r} does not expand: {error}") from None
-    paths: list[str] = []
-    missing: list[str] = []
-    for path in candidates:
-        if path.startswith("pipe:") or protocol_of(path) is not None:
-            check_protocol(path, option)
-            urls = remote.glob(path) if "*" in path else [path]
-            paths += urls
-            missing += [] if urls else [path]
-            continue
-        is_glob = glob.has_magic(path) and not os.path.exists(path)
-        files = _glob(path, option) if is_glob else [path] * os.path.isfile(path)
-        paths += files
-        missing += [] if files else [path]
-    if missing:
-        raise FileNotFoundError(
-            f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar"
-            if os.path.isdir(missing[0])
-            else f"{option}: {len(missing)} of the {len(candidates)} paths of "
-            f"{printable(pattern)!r} match no file, such as {printable(missing[0])}"
-        )
-    return paths
+def _file_of(shard: Shard) -> tuple[str, str, int]:
+    return shard.source, os.path.basename(stem_of(shard.path)), shard.size_bytes
 
 
-def _glob(pattern: str, option: str) -> list[str]:
-    """Returns the files that a glob matches.
-
-    ``**`` follows links, and a link to a folder above makes an endless tree. So ValueError is
-    raised if ``**`` leads into more than ``MAX_FOLDERS`` folders.
-    """
-    if stars := re.search(r"(^|/)\*\*(/|$)", pattern):
-        num_folders, before = 0, pattern[: stars.end(1)]
-        for base in glob.glob(before) if before else [os.curdir]:
-            for _, names, _ in os.walk(base, followlinks=True):
-                names[:] = [name for name in names if not name.startswith(".")]
-                num_folders += 1
-                if num_folders > MAX_FOLDERS:
-                    raise ValueError(
-                        f"{option}: ** in {pattern!r} leads into more than {MAX_FOLDERS:,} folders "
-                        "(links may lead back upwards): name the folders that hold shards"
-                    )
-    return [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-
-
-def _most_paths(pattern: str) -> float:
-    """Returns an upper bound of the number of paths that the braces of a pattern expand to."""
-    number = 1.0
-    while groups := re.findall(r"\{[^{}]*\}", pattern):
-        for group in groups:
-            ends = re.match(r"\{(-?[0-9]+)\.\.(-?[0-9]+)", group)
-            steps = abs(float(ends[2]) - float(ends[1])) if ends else group.count(",")
-            number *= steps + 1
-        pattern = re.sub(r"\{[^{}]*\}", "", pattern)
-    return number
+def _common_end(one: str, other: str) -> str:
+    return os.path.commonprefix([stem_of(one)[::-1], stem_of(other)[::-1]])
 
 
 def _new_shards(

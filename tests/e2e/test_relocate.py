@@ -101,7 +101,7 @@ def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Pa
     path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
     shell.ok("run", "--config", str(path), "relocate.enabled=true")
     for stage in (1, 2):
-        assert len([*(tmp_path / f"copies/run/stage_{stage}").glob("*.tar")]) == 1
+        assert len([*(tmp_path / "copies").glob(f"run-*/stage_{stage}/*.tar")]) == 1
     # Copies of a stage that is trained are not made again, so that they may be deleted.
     shutil.rmtree(tmp_path / "copies")
     shell.ok("run", "--config", str(path), "relocate.enabled=true")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.eval import results
+from mclclip.eval import results, units
 from mclclip.eval.comparisons import LEVEL
 from mclclip.eval.outcomes import Outcomes
 from mclclip.report.verdict import Verdict
@@ -84,6 +84,7 @@ def tuned(run_dir: Path, rights: dict[str, tuple[int, int]]) -> list[compare.Row
 
 
 TWIN = "control_ungrouped_stage_1"
+NATS = {"unit": units.NATS.name}
 
 
 def test_a_fine_tuning_is_judged_by_the_encoder_that_was_chosen(tmp_path: Path) -> None:
@@ -154,6 +155,19 @@ def test_a_run_is_judged_in_what_all_its_encoders_were_measured_in(tmp_path: Pat
         evaluated(tmp_path, more, f"of {[*more]}")
         verdict = Verdict.of(compare.read_runs([tmp_path]))
         assert verdict.recommended == verdict.tuned == "stage_1"
+
+
+def test_a_mean_has_one_unit(run_dir: Path) -> None:
+    """Nats beside percent do not count; where all figures are nats, they do, and less is more."""
+    rows = compare.read_runs([run_dir])
+    percent = {"stage_0": 40.0, "stage_1": 40.7, "concat_raw": 44.4, "soup_uniform": 59.3}
+    losses = {"stage_0": 1.0, "stage_1": 80.0, "concat_raw": 2.0, "soup_uniform": 3.0}
+    in_nats = [
+        (replace(row, metric="loss", value=losses[row.model], protocol=row.protocol | NATS), path)
+        for row, path in rows
+    ]
+    assert compare.means([*in_nats, *rows]) == pytest.approx(percent, abs=0.1)
+    assert compare.means(in_nats) == {name: -loss for name, loss in losses.items()}
 
 
 def test_without_a_comparison_the_base_is_recommended_where_it_was_measured(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mclclip import config
+from mclclip.data import shard_paths
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
@@ -168,7 +169,7 @@ def test_real_cc12m_shard_has_captions_in_txt_and_json(tmp_path: Path, shared_da
 
 
 def names(folder: Path, patterns: str | list[str]) -> list[str]:
-    return [Path(path).name for path in index.expand_shards(patterns, "o")]
+    return [Path(path).name for path in shard_paths.expand_shards(patterns, "o")]
 
 
 def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WDS_where", str(shards))
     assert names(shards, "${where}/00.tar") == ["00.tar"]
     monkeypatch.chdir(shards)
-    assert index.expand_shards("00.tar", "o") == [str(shards / "00.tar")]
+    assert shard_paths.expand_shards("00.tar", "o") == [str(shards / "00.tar")]
 
 
 def test_expansion_of_list_files(shards: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_path_that_exists_is_taken_as_it_is(shards: Path, name: str) -> None:
     listing.write_text(f"{shards}/{name}\n")
     assert names(shards, f"@{listing}") == [name]
     make_shard(shards / "{x,y}" / name, "x")
-    assert index.expand_shards(f"{shards}/{{x,y}}/*.tar", "o") == [f"{shards}/{{x,y}}/{name}"]
+    assert shard_paths.expand_shards(f"{shards}/{{x,y}}/*.tar", "o") == [f"{shards}/{{x,y}}/{name}"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_a_path_that_exists_is_taken_as_it_is(shards: Path, name: str) -> None:
     ],
 )
 def test_colons_inside_a_url_separate_no_patterns(text: str, urls: list[str]) -> None:
-    assert index.expand_shards(text, "o") == urls
+    assert shard_paths.expand_shards(text, "o") == urls
 
 
 def test_a_glob_that_never_ends_is_refused(
@@ -230,9 +231,9 @@ def test_a_glob_that_never_ends_is_refused(
     pattern = str(tmp_path / "linked/**/*.tar")
     (tmp_path / "linked/.hidden").mkdir(parents=True)
     (tmp_path / "linked/elsewhere").symlink_to(shards)
-    monkeypatch.setattr(index, "MAX_FOLDERS", 2)
+    monkeypatch.setattr(shard_paths, "MAX_FOLDERS", 2)
     assert names(shards, pattern) == ["00.tar", "01.tar", "02.tar", "03.tar"]
-    monkeypatch.setattr(index, "MAX_FOLDERS", 1000)
+    monkeypatch.setattr(shard_paths, "MAX_FOLDERS", 1000)
     for name in ("one", "two"):
         (tmp_path / "linked" / name).symlink_to(tmp_path / "linked")
     with pytest.raises(ValueError, match=r"^o: \*\* in .* more than 1,000 folders"):
@@ -446,6 +447,52 @@ def test_index_moves_with_its_run_directory(tmp_path: Path, shards: Path) -> Non
     first = run(tmp_path / "run", s=f"{shards}/*.tar")
     shutil.move(tmp_path / "run", tmp_path / "moved")
     assert SampleIndex.open(tmp_path / "moved" / "index").digest == first.digest
+
+
+@pytest.mark.parametrize("names", [["00", "02", "03", "01"], ["02", "00"]])
+@pytest.mark.parametrize("change", ["moved", "copied", "made again"])
+def test_a_grown_index_keeps_its_order(
+    tmp_path: Path, shards: Path, names: list[str], change: str
+) -> None:
+    """Shards 01 and 03 came later; then all lie in another folder."""
+    for known in range(1, len(names) + 1):
+        listed = [f"{shards}/{name}.tar" for name in sorted(names[:known])]
+        first = run(tmp_path / "run", s=listed)
+    other, force = shards, Remake.ALL
+    if change != "made again":
+        other, force = tmp_path / "other" / "folder", Remake.NOTHING
+        other.mkdir(parents=True)
+        (tmp_path / "run" / "stage_0").mkdir()  # the run has begun
+        move = shutil.move if change == "moved" else shutil.copy
+        for name in names:
+            move(shards / f"{name}.tar", other / f"{name}.tar")
+    again = run(tmp_path / "run", s=[f"{other}/{name}.tar" for name in sorted(names)], force=force)
+    assert [Path(shard.path) for shard in again.shards] == [other / f"{n}.tar" for n in names]
+    assert again.digest == first.digest and all_keys(again) == all_keys(first)
+    before = files(again.directory)
+    run(tmp_path / "run", s=f"{other}/0[{''.join(n[1] for n in names)}].tar")
+    assert files(again.directory) == before
+
+
+def test_another_shard_in_the_place_of_a_moved_one_is_refused(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    before = files(first.directory)
+    other = Path(shutil.copytree(shards, tmp_path / "other"))
+    content = (other / "01.tar").read_bytes()
+    (other / "01.tar").write_bytes(content.replace(b"1a", b"1x"))
+    with pytest.raises(ValueError, match="has changed"):
+        run(tmp_path / "run", s=f"{other}/*.tar")
+    assert files(first.directory) == before
+
+
+def test_shards_that_come_after_the_run_began_are_refused(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/0[012].tar")
+    before = files(first.directory)
+    (tmp_path / "run" / "stage_0").mkdir()
+    with pytest.raises(ValueError, match=r"such as .*/03\.tar"):
+        run(tmp_path / "run", s=f"{shards}/*.tar")
+    assert files(first.directory) == before
+    assert len(run(tmp_path / "run", s=f"{shards}/*.tar", force=Remake.UNFIT).shards) == 4
 
 
 def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Path) -> None:

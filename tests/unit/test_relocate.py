@@ -340,8 +340,9 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
     (tmp_path / "afile").write_text("mine")
     with pytest.raises(ValueError, match=r"relocate.folder=.*afile is a file"):
         relocate.run(options(tmp_path, folder=f"{tmp_path}/afile"), SINGLE, stage=1)
-    (tmp_path / "mine/run/stage_1").mkdir(parents=True)
-    (tmp_path / "mine/run/stage_1/notes.txt").write_text("mine")
+    theirs = RunPaths.of(config).relocated(1, f"{tmp_path}/mine")
+    theirs.mkdir(parents=True)
+    (theirs / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"relocate.folder .*did not write"):
         relocate.run(options(tmp_path, folder=f"{tmp_path}/mine"), SINGLE, stage=1)
     with pytest.raises(FileNotFoundError, match="no finished pseudo_labels"):
@@ -363,8 +364,8 @@ def test_a_full_disk_is_told_with_the_option_that_names_another(
 ) -> None:
     """While samples are sorted by group, and while a shard is written; the next call goes on."""
     config = options(tmp_path, folder=f"{tmp_path}/fast")
-    folder = re.escape(f"{tmp_path}/fast/run/stage_1/")
-    wanted = rf"^{folder}\S+ cannot be written \(File too large\): make .* in relocate\.folder$"
+    folder = re.escape(str(RunPaths.of(config).relocated(1, f"{tmp_path}/fast")))
+    wanted = rf"^{folder}/\S+ cannot be written \(File too large\): make .* in relocate\.folder$"
     with at_most(num_bytes), pytest.raises(ValueError, match=wanted) as caught:
         relocate.run(config, SINGLE, stage=1)
     assert "run_dir" not in str(caught.value)
@@ -374,6 +375,9 @@ def test_a_full_disk_is_told_with_the_option_that_names_another(
 
 def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:
     elsewhere = options(tmp_path, folder=f"{tmp_path}/fast")
-    assert relocate.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/run/stage_1"
+    copies = relocate.run(elsewhere, SINGLE, stage=1)
+    assert re.fullmatch(r"run-\w{6}/stage_1", str(copies.relative_to(tmp_path / "fast")))
+    twin = RunPaths(tmp_path / "other" / "run")  # the runs of a race have one name
+    assert twin.relocated(1, f"{tmp_path}/fast").parent != copies.parent
     assert raw_samples(config, opened(elsewhere)[1]) == raw_samples(config)
     assert not re.search("relocated", str([*(tmp_path / "run/stage_1").iterdir()]))

@@ -31,11 +31,11 @@ from mclclip.data.remote import (
 )
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.data.shard_paths import expand_shards
 from mclclip.data.shard_reader import ShardReader
 from mclclip.ranks.process_group import SINGLE
 from mclclip.util.remake import Remake
 from mclclip.verbs import index
-from mclclip.verbs.index import expand_shards
 from tests.hub_server import hub
 from tests.shard_server import Handler, ShardServer, s3_bucket, serving
 from tests.tars import write_tar
