@@ -27,12 +27,21 @@ def fields_of_rows(
     data        the ``data_digest`` of the benchmark
     evaluation  a digest of everything: rows with this digest are up to date
     """
-    options = evaluator(benchmark.kind).options.model_validate(benchmark.options)
-    settings = {"kind": benchmark.kind, **options.model_dump(mode="json", exclude_defaults=True)}
+    settings = _settings(benchmark)
     folder = Path(benchmark.path)
     manifests = [_recorded(each / MANIFEST) for each in (folder, folder.parent)]
     parts = [settings, benchmark.path, data, *manifests, identity, precision]
     return {"settings": settings, "data": data, "evaluation": digest_json(parts)[:16]}
+
+
+def benchmark_digest(benchmark: BenchmarkConfig) -> str:
+    """Returns a digest of what is measured: settings and data, wherever the data lie."""
+    return digest_json([_settings(benchmark), data_digest(benchmark)])
+
+
+def _settings(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    options = evaluator(benchmark.kind).options.model_validate(benchmark.options)
+    return {"kind": benchmark.kind, **options.model_dump(mode="json", exclude_defaults=True)}
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:

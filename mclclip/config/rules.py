@@ -397,6 +397,10 @@ RULES: tuple[Rule, ...] = (
         at.config.controls and not at.config.train.objective.reads.groups
         and f"controls={at.config.controls} do not apply to {at.objective}, which reads no groups: "
         "leave them out")),
+    Rule("controls", lambda at: (
+        at.config.controls and at.config.train.evaluate.patience is not None
+        and f"controls={at.config.controls} take as many steps as the training they control, and "
+        "train.evaluate.patience may end each of the two earlier: leave one of them out")),
     Rule("eval.encoders", lambda at: (
         (absent := [n for n in at.config.eval.encoders or [] if n not in at.config.encoders])
         and f"eval.encoders names {absent[0]!r}, which the run does not make: wanted some of "

@@ -208,7 +208,7 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
     ``choose``, or of all benchmarks without it; losses count with the opposite sign.
 
     Only metrics in which all these encoders were measured count, and of those only metrics in
-    percent; if there is none in percent, those in the unit of the first. Without any, means are NaN.
+    percent; if none is in percent, those in the unit of the first. Without any, means are NaN.
     """
     values: dict[str, dict[tuple[str, str, Unit], float]] = {}
     for row, _ in _deciding(rows):

@@ -70,7 +70,8 @@ def join(
 
     The names are `concat_raw`, `concat_stage_norm` and `soup_uniform`, as far as ``export`` asks
     for them. Raises ValueError if there is no stage but stage 0, since a join needs two encoders,
-    and FileNotFoundError if a stage has no export yet.
+    and FileNotFoundError if a stage has no export yet. A join of fewer stages, of before
+    ``num_stages`` was raised, is moved aside and made again.
     """
     return collectives.on_main(lambda: _join(config, variant, force))
 
@@ -220,8 +221,21 @@ def _join(config: Config, variant: str, force: Remake) -> dict[str, Path]:
         write_soup = partial(_write_soup, config, layout, [*stages.values()], force)
         steps["soup_uniform"] = UniformSoup(), write_soup
     for name, (step, write) in steps.items():
-        make_artifact(step, layout.joined(name), (inputs, write), force)
+        directory = layout.joined(name)
+        if force is Remake.NOTHING and _lacks_stages(directory, step.kind, inputs):
+            log.info("%s joins fewer stages than the run has now", directory)
+            make_artifact(step, directory, (inputs, write), Remake.UNFIT)
+        else:
+            make_artifact(step, directory, (inputs, write), force)
     return {name: layout.joined(name) for name in steps}
+
+
+def _lacks_stages(directory: Path, kind: str, stages: Mapping[str, str]) -> bool:
+    """Returns True for a finished join of some of the ``stages``, which are as they were then."""
+    if not artifacts.is_finished(directory):
+        return False
+    joined = artifacts.read_manifest(directory, kind).inputs
+    return joined.items() < stages.items()
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,8 @@ def _compare_with_index(
         if new and force is Remake.NOTHING and any(directory.parent.glob("stage_*")):
             raise ValueError(
                 f"{count_of(len(new), 'shard')} came to data.sources after the run began, such as "
-                f"{printable(new[0].path)}: name only the {len(indexed)} that {directory} has, since "
-                "with more of them all that was made has to be made again"
+                f"{printable(new[0].path)}: name only the {len(indexed)} that {directory} has, or "
+                "make all again with more of them"
             )
         reason = "it is made again" if force is Remake.ALL else None
         reason = find_damage(directory) if force is Remake.UNFIT else reason

@@ -25,6 +25,7 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import KIND
+from mclclip.eval.identity import benchmark_digest
 from mclclip.models.encoder_names import digests_of_files
 from mclclip.models.options import ModelConfig
 from mclclip.plan.memory import count_operations
@@ -113,6 +114,9 @@ class Training(Step[StageTraining]):
         digests = {"index": index.digest, "pictures": index.pictures_digest}
         if reads.captions:
             digests["captions"] = index.captions_digest
+        if (metric := training.options.evaluate.metric) is not None:  # it chooses the checkpoint
+            name = metric.partition("/")[0]
+            digests[f"benchmark {name}"] = benchmark_digest(training.config.eval.suite[name])
         if reads.attribute is not None and training.classes is not None:
             digests["attribute"] = training.classes.digest
         if training.weights is not None:

@@ -115,6 +115,20 @@ def test_it_ends_early_and_keeps_the_best(shell: Shell, judged: Path) -> None:
     assert all(torch.equal(best[name], exported[name]) for name in best)
 
 
+def test_the_benchmark_that_chose_the_checkpoint_belongs_to_the_training(
+    shell: Shell, data: Path, indexed: Path, judged: Path, tmp_path: Path
+) -> None:
+    """The same benchmark may lie elsewhere; another is refused."""
+    again = ["train", "--stage", "0", "--config", indexed, f"run_dir={judged}", *JUDGED]
+    pairs = Path(shutil.copytree(data / "pairs", tmp_path / "pairs"))
+    again += [f"eval.suite.pairs.path={pairs}"]
+    before = (judged / TRAINING / "manifest.json").read_bytes()
+    shell.ok(*again)
+    next(path for path in sorted(pairs.rglob("*")) if path.suffix in (".png", ".jpg")).unlink()
+    assert shell(*again).code == 2
+    assert (judged / TRAINING / "manifest.json").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("when", "count"),
     [

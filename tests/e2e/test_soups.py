@@ -56,6 +56,25 @@ def test_soups_are_made_measured_and_evaluated(shell: Shell, folder: Path, tmp_p
     assert load_model(greedy).embed_dim == load_model(wise).embed_dim == 8
 
 
+def test_a_finished_run_takes_another_stage(shell: Shell, data: Path, tmp_path: Path) -> None:
+    """What joins its stages is made again, and the old joins are kept; trainings stay."""
+    run = tmp_path / "run"
+    where = tiny.write_config(tmp_path / "c.yaml", run, data, "base.steps=2", "train.steps=2")
+    shell.ok("run", "--config", where, "num_stages=1")
+    before = [(run / f"stage_{n}/train/manifest.json").read_bytes() for n in (0, 1)]
+    rows = {(r.model, r.metric): r for r in results.read(run / "results.jsonl")}
+    shell.ok("run", "--config", where, "num_stages=2")
+    assert before == [(run / f"stage_{n}/train/manifest.json").read_bytes() for n in (0, 1)]
+    for name in ("concat_raw", "soup_uniform"):
+        made = json.loads((run / f"exports/{name}/manifest.json").read_text())
+        assert [*made["inputs"]] == ["stage_0", "stage_1", "stage_2"]
+        assert (run / f"exports/{name}.old-1/manifest.json").is_file()
+    again = {(r.model, r.metric): r for r in results.read(run / "results.jsonl")}
+    evaluations = [of["concat_raw", "average"].protocol["evaluation"] for of in (rows, again)]
+    assert evaluations[0] != evaluations[1]
+    assert "stage_2" in shell.refused("run", "--config", where, "num_stages=1")
+
+
 def test_a_soup_is_not_chosen_on_training_images(
     shell: Shell, folder: Path, tmp_path: Path
 ) -> None:

@@ -152,6 +152,8 @@ CASES = [
          then="train.evaluate.suite=[x]"),
     case("train.evaluate.metric", f"{EVERY} | {LOSS} | train.evaluate.metric=x/loss",
          then="train.evaluate.mode=min"),
+    case("controls", f"controls=[ungrouped] | {EVERY} | {PAIRS} | train.evaluate.metric=x/average |"
+         " train.evaluate.patience=1", then="train.evaluate.patience=null"),
     case("relocate.url", "relocate.enabled=true | relocate.url=s3://copies",
          then="relocate.url=null"),
     case("train.global_batch", "train.global_batch=10", then="train.global_batch=9", ranks=3),
