@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     if file is not None and (run_dir := _run_around(file)) is not None:
         before = str(tree.get("run_dir", run_dir)).rstrip("/")
         if Path(before).resolve() != run_dir.resolve():
-            tree = _move_paths(tree, before, str(run_dir))
+            tree = _map_texts(tree, partial(_move_path, before=before, now=str(run_dir)))
     return from_tree(tree, overrides)
 
 
@@ -55,23 +57,33 @@ def _run_around(file: Path) -> Path | None:
     return run_dir if is_run else None
 
 
-def _move_paths(value: Any, before: str, now: str) -> Any:
-    """Returns an option's value, or a tree of them, with ``before`` replaced by ``now`` at the
-    beginning of every path and pattern."""
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a copy of an option's value, or of a tree of them, with every text changed."""
     if isinstance(value, dict):
-        return {key: _move_paths(item, before, now) for key, item in value.items()}
+        return {key: _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_move_paths(item, before, now) for item in value]
-    if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
-        return now + value.removeprefix(before)
-    return value
+        return [_map_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _move_path(text: str, before: str, now: str) -> str:
+    """Replaces ``before`` by ``now`` at the beginning of a path or pattern."""
+    is_below = text == before or text.startswith(f"{before}/")
+    return now + text.removeprefix(before) if is_below else text
+
+
+def _expand_home(text: str) -> str:
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Returns the Config of a nested mapping and overrides. Raises ValueError as ``load`` does."""
-    tree = _unshare(tree)
+    # Copied, since YAML's aliases put one mapping at two places, and an override of train.objective
+    # must not change base.objective too.
+    tree = _map_texts(tree, str)
     for override in overrides:
         _apply(tree, override)
+    tree = _map_texts(tree, _expand_home)
     try:
         config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
@@ -80,14 +92,6 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     rules.check(config)
     refuse_url(config.run_dir, "run_dir")
     return config
-
-
-def _unshare(value: Any) -> Any:
-    """Copies a tree so that no mapping or list stands at two places, as YAML's aliases make it: an
-    override of ``train.objective`` must not change ``base.objective`` too."""
-    if isinstance(value, dict):
-        return {key: _unshare(item) for key, item in value.items()}
-    return [_unshare(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_booleans(tree: Any, options: Any, name: str = "") -> None:
@@ -122,6 +126,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"got the override {override!r}, expected key.path=value")
+    if not text.strip():
+        raise ValueError(f"the override {override!r} has no value: null is one, and '\"\"' a text")
     *parents, last = key.split(".")
     node = tree
     for parent in parents:

@@ -156,12 +156,11 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
     }
 
 
-def ami(a: np.ndarray, b: np.ndarray) -> float:
+def ami(a: np.ndarray, b: np.ndarray) -> float | None:
     """Returns the adjusted mutual information of two labellings [N] (MCL, Table 11).
 
     It is 1 if they are equal up to renaming, and near 0 if they are independent (scikit-learn's,
-    with the arithmetic mean). Rows with -1 in either do not count. Raises ValueError if none is
-    left.
+    with the arithmetic mean). Rows with -1 in either do not count; None if none is left.
     """
     # Imported here: scikit-learn takes a second.
     from sklearn.metrics import adjusted_mutual_info_score
@@ -169,7 +168,7 @@ def ami(a: np.ndarray, b: np.ndarray) -> float:
     a, b = np.asarray(a), np.asarray(b)
     both = (a >= 0) & (b >= 0)
     if not both.any():
-        raise ValueError(f"ami: none of the {len(a):,} samples has a label in both labellings")
+        return None
     return float(adjusted_mutual_info_score(a[both], b[both]))
 
 

@@ -183,8 +183,8 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
 # --- attributes ------------------------------------------------------------------------------
 
 
-def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns names of attributes as a tuple.
+def check_names(names: Sequence[str]) -> list[str]:
+    """Returns names of attributes as a list.
 
     Raises ValueError for a blank name, one that occurs twice, and the index's own `PER_FIELD`.
     """
@@ -193,15 +193,15 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
             f"got {list(names)}: wanted names of JSON fields, each once, and not {PER_FIELD!r}, "
             "which is an attribute that the index makes: rename such a field"
         )
-    return tuple(names)
+    return [*names]
 
 
 def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
     """Parses the values of attributes from a ``.json`` member; None for a missing value.
 
-    A value is a string or an integer; the integer 3 and the string "3" are the same value.
-    Everything else (true, a fraction, a list, an object, null, a blank string, a missing field,
-    JSON that does not parse) is a missing value.
+    A value is a string or a whole number; 3, 3.0 (as pandas writes numbers of a column with gaps)
+    and the string "3" are the same value. Everything else (true, a fraction, a list, an object,
+    null, a blank string, a missing field, JSON that does not parse) is a missing value.
     """
     try:
         tree = parse_json(data, "attributes")
@@ -210,6 +210,8 @@ def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
     values: list[str | None] = []
     for name in names:
         value = tree.get(name) if isinstance(tree, dict) else None
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            value = int(value)
         if isinstance(value, int) and not isinstance(value, bool):
             values.append(str(value))
         elif isinstance(value, str) and value.strip():

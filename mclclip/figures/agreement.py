@@ -14,7 +14,8 @@ from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     """Draws a table of the adjusted mutual information of every stage's clusters with those of all
-    stages and with all attributes, as shades from 0 to 1 with numbers in them."""
+    stages and with all attributes, as shades from 0 to 1 with numbers in them. Where no sample has
+    both a cluster and a value, a field is empty."""
     stages = {name: np.asarray(clusters.labels[:, 0]) for name, clusters in inputs.clusters.items()}
     if not stages:
         return None
@@ -22,10 +23,13 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     values = [[ami(labels, other) for other in others.values()] for labels in stages.values()]
     with drawing.canvas(path, 1.8 + 0.8 * len(others), 1.4 + 0.5 * len(stages)) as figure:
         axes = figure.subplots()
-        axes.imshow(np.asarray(values), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        numbers = np.asarray(values, dtype=float)
+        axes.imshow(numbers, vmin=0, vmax=1, cmap="Blues", aspect="auto")
         axes.set_xticks(range(len(others)), [*others], rotation=30, ha="right")
         axes.set_yticks(range(len(stages)), [*stages])
-        for (row, column), value in np.ndenumerate(np.asarray(values)):
+        for (row, column), value in np.ndenumerate(numbers):
+            if np.isnan(value):
+                continue
             colour = "white" if value > 0.6 else "black"
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
         axes.set_title("adjusted mutual information")

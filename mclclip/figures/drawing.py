@@ -127,7 +127,8 @@ def _scatter(axes: Any, places: Any, codes: Any, values: Sequence[str]) -> None:
     for number, value in enumerate(("none", *values), start=-1):
         if (has_code := codes == number).any():
             colour, points = [shades[number + 1]], places[has_code]
-            axes.scatter(*points.T, s=5, c=colour, label=value)
+            # Matplotlib leaves labels that begin with _ out of a legend.
+            axes.scatter(*points.T, s=5, c=colour, label=f" {value}" if value[:1] == "_" else value)
             if number >= 0:
                 axes.scatter(*points.mean(axis=0), s=70, c=colour, edgecolors="black", zorder=3)
 

@@ -205,7 +205,11 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
         "trainings": trainings,
         **sizes_of,
         "sum": total,
-        "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
+        "present": sum(
+            path.stat().st_size
+            for path in run_dir.rglob("*")
+            if path.is_file() and ".old-" not in str(path.relative_to(run_dir))  # moved aside
+        ),
         "free": shutil.disk_usage(nearest_existing(run_dir)).free,
     }
 

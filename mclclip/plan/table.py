@@ -58,13 +58,16 @@ def _verdict(plan: Row) -> str:
     lacking = ["memory"] if limit is not None and most > limit else []
     if not plan["elsewhere"] and disk["sum"] - disk["present"] > disk["free"]:
         lacking.append("disk")
-    verdict = f"does not fit ({', '.join(lacking)})" if lacking else "fits"
+    is_known = None not in disk.values()
+    verdict = "fits" if is_known else "what is known fits"
+    verdict = f"does not fit ({', '.join(lacking)})" if lacking else verdict
     if limit is None and not lacking:
         verdict += f" where a {unit} has as much memory"
     ends = dict.fromkeys(f"{float(f'{end:.2g}'):,g}" for end in hours or ())
+    room = f"{'' if is_known else 'at least '}{disk['sum'] / GIB:,.1f}"
     time = f"{' to '.join(ends)} h" if ends else "hours unknown"
     memory = f"{most:,.1f}{'' if limit is None else f' of {limit:,.0f}'} GiB of a {unit}"
-    return f"{time}, {memory}, {disk['sum'] / GIB:,.1f} GiB of disk: {verdict}"
+    return f"{time}, {memory}, {room} GiB of disk: {verdict}"
 
 
 def _heading(plan: Row) -> Iterator[str]:

@@ -224,6 +224,4 @@ def _recorded(run: Run, stage: int, other: int) -> float | None:
 def _ami(clusters: Integers, values: NDArray[np.integer]) -> float | None:
     """The agreement; None if it takes too long, or no sample has both a cluster and a value."""
     fewer = min(int(labels.max(initial=0)) + 1 for labels in (clusters, values))
-    if fewer * len(clusters) > _MOST_TERMS or not ((clusters >= 0) & (values >= 0)).any():
-        return None
-    return ami(clusters, values)
+    return None if fewer * len(clusters) > _MOST_TERMS else ami(clusters, values)

@@ -142,11 +142,11 @@ class StageClusters(Step[ClusteredStage]):
         sizes = tally.counts.numpy()
         if empty := int((sizes == 0).sum()):
             log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
-        agreement = {}
+        agreement: dict[str, float] = {}
         for earlier in range(stage):
             before, num_clusters = _read_cluster_labels(how, earlier)
-            if len(sizes) * num_clusters <= _AMI_UP_TO:
-                agreement[f"stage_{earlier}"] = ami(before, labels[:, 0])
+            found = ami(before, labels[:, 0]) if len(sizes) * num_clusters <= _AMI_UP_TO else None
+            agreement |= {} if found is None else {f"stage_{earlier}": found}
         statistics = size_statistics(sizes)
         log.info(
             "stage %d: %s of %s to %s samples (median %s), inertia %.6g after %s%s",

@@ -335,7 +335,7 @@ def _list_shards(
             if abs(sum(shares) - 1.0) > 1e-6:
                 raise ValueError(f"the probabilities sum to {sum(shares):g}, wanted 1: change some")
         with prefix_errors(f"{option}.attributes"):
-            attributes = check_names(source.attributes)
+            attributes = tuple(check_names(source.attributes))
         subset = filters[name].digest if name in filters else ""
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         refuse_unfinished(paths)

@@ -226,17 +226,18 @@ def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
         table.flush()
     total_bytes = sum(record.size_bytes for record in records.values())
     reasons = Counter(left.values())
+    num_samples = num_labelled - len(left)
     counts = {
-        "samples": num_labelled - len(left),
+        "samples": num_samples,
         "shards": num_shards,
         "size_bytes": total_bytes,
         "without_label": len(index) - num_labelled,
         "not_copied": dict(reasons),
     }
     log.info(
-        "relocate: %d samples in %d groups are in %d shards (%.2f GiB) at %s; %d have no pseudo "
-        "label and are not copied",
-        counts["samples"], num_groups, num_shards, total_bytes / 2**30, directory,
+        "relocate: %s in %s are in %s (%.2f GiB) at %s; %d have no pseudo label and are not copied",
+        runlog.count_of(num_samples, "sample"), runlog.count_of(num_groups, "group"),
+        runlog.count_of(num_shards, "shard"), total_bytes / 2**30, directory,
         counts["without_label"],
     )  # fmt: skip
     if left:

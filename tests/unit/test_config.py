@@ -156,6 +156,8 @@ def test_a_wrong_value_is_named_with_its_path(override: str, parts: list[str]) -
     [
         ("seed", "got the override 'seed', expected key.path=value"),
         ("=5", "got the override '=5', expected key.path=value"),
+        ("train.steps=", "'train.steps=' has no value"),
+        ("train.steps= ", "has no value"),
         ("run_dir.a=1", "'run_dir' holds a value, not options"),
         ("train.lr=[1", "override 'train.lr=\\[1' is not valid YAML"),
     ],
@@ -300,6 +302,20 @@ def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
 )
 def test_a_text_is_taken_as_it_stands(typed: str) -> None:
     assert load(None, [f"run_dir={typed}"]).run_dir == typed
+
+
+def test_a_path_of_any_option_may_begin_at_home(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "run_dir: ~/run\ndata: {sources: {a: {shards: [~/a/*.tar, b.tar]}}}\n"
+        "eval: {suite: {coco: {kind: retrieval, path: ~/coco}}}\n"
+    )
+    loaded = load(recipe, ["model.image_weights=~/x.safetensors"])
+    assert loaded.run_dir == f"{tmp_path}/run"
+    assert loaded.eval.suite["coco"].path == f"{tmp_path}/coco"
+    assert loaded.data.sources["a"].shards == [f"{tmp_path}/a/*.tar", "b.tar"]
+    assert loaded.model.image_weights == f"{tmp_path}/x.safetensors"
 
 
 def test_lists_and_mappings_of_an_override_are_yaml() -> None:

@@ -363,9 +363,15 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     config = tiny.make_config(tmp_path / "run", tmp_path / "data", *options)
     unknown = plan.compute(config, plan.Machine(1, 1))  # no index yet
     assert {unknown["disk"][kind] for kind in ("copies", "embeddings", "clusters")} == {None}
-    assert "samples: unknown" in plan.table.text(unknown)
+    text = plan.table.text(unknown)
+    assert "samples: unknown" in text and "at least" in text.splitlines()[0]
     index.run(config, SINGLE)
     found = plan.compute(config, plan.Machine(1, 1))
+    assert "at least" not in plan.table.text(found).splitlines()[0]
+    (tmp_path / "run/stage_0.old-1").mkdir()  # what was moved aside makes no room
+    (tmp_path / "run/stage_0.old-1/weights").write_bytes(bytes(100_000))
+    again = plan.compute(config, plan.Machine(1, 1))
+    assert again["disk"]["present"] == found["disk"]["present"]
     assert found["disk"]["copies"] == 2 * tar.stat().st_size
     assert any(line.split() == ["copies", "0.00"] for line in plan.table.text(found).splitlines())
     elsewhere = tiny.make_config(

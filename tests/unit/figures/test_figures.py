@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from mclclip import figures, method
 from mclclip.config import Config, from_tree
@@ -223,6 +224,34 @@ def test_an_attribute_without_pairs_leaves_the_other_figures(
         monkeypatch.setattr(SampleIndex, "attribute", lambda self, name, own=codes: (own, ["0"]))
         with pytest.raises(ValueError, match=f"nothing for {figure}"):
             analyse.run(config, SINGLE, figures=figure)
+
+
+def test_an_attribute_without_a_cluster_leaves_its_field_empty(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = np.full(64, -1, np.int32)
+    monkeypatch.setattr(SampleIndex, "attribute", lambda self, name: (none, ["0"]))
+    analyse.run(config, SINGLE, figures="agreement")
+    found = data(Path(config.run_dir) / "analysis", "agreement")
+    of = dict(zip(found["columns"], found["ami"][0], strict=True))
+    assert of.pop("stage_0") == pytest.approx(1.0)
+    assert {of[name] for name in of if not name.startswith("stage_")} == {None}
+
+
+@pytest.mark.parametrize("begins", ["_", "x"])
+def test_every_value_is_in_the_legend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
+) -> None:
+    """Matplotlib leaves out labels that begin with an underscore."""
+    shown = list[str]()
+
+    def legend(self: Axes, **_: Any) -> None:
+        shown.extend(self.get_legend_handles_labels()[1])
+
+    monkeypatch.setattr(Axes, "legend", legend)
+    plane = np.eye(4, 2), np.array([0, 1, 0, 1]), [f"{begins}a", f"{begins}b"]
+    drawing.planes(tmp_path / "a.png", "title", [{"a": plane}])
+    assert [text.strip() for text in shown] == plane[2]
 
 
 def test_dollar_signs_are_no_formula(tmp_path: Path) -> None:
