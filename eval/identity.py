@@ -49,10 +49,15 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
     pictures, tables, texts and shards below its folder, and the bytes of tables and texts that
     lie in the folder itself.
 
-    Hidden files and manifests do not count, nor what lies in folders that are links.
+    Hidden files and manifests do not count. A folder to which several links lead counts once, so a
+    link to a folder above makes no endless tree.
     """
-    root, parts = Path(benchmark.path), []
-    for folder, folders, names in os.walk(root):
+    root, parts, seen = Path(benchmark.path), [], set[str]()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for path in (Path(folder, name) for name in sorted(names)):
             is_data = path.suffix.lower() in _DATA and path.name[0] != "."

@@ -103,7 +103,8 @@ def make_pairs_folder(source: Path, out: Path, **options: Any) -> Path:
 def test_figures_of_data_that_changed_in_place_are_measured_again(
     made: Path, tmp_path: Path
 ) -> None:
-    """A table of the same size, shards of another size, and what a verb packed anew."""
+    """A table of the same size, shards of another size, pictures in a linked folder, and what a
+    verb packed anew."""
     data = BenchmarkConfig("retrieval", str(tmp_path / "data"), {"captions": "captions.csv"})
 
     def digest() -> str:
@@ -114,6 +115,13 @@ def test_figures_of_data_that_changed_in_place_are_measured_again(
     for name, text in (("captions.csv", "a,b"), ("captions.csv", "b,a"), ("0.tar", "x"),
                        ("0.tar", "xy"), ("manifest.json", "{}")):  # fmt: skip
         (tmp_path / "data" / name).write_text(text)
+        digests.append(digest())
+    (tmp_path / "data" / "above").symlink_to(tmp_path / "data")
+    assert digest() == digests[-1]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data" / "pictures").symlink_to(tmp_path / "elsewhere")
+    for text in ("x", "xy"):
+        (tmp_path / "elsewhere" / "0.jpg").write_text(text)
         digests.append(digest())
     assert len({*digests}) == len(digests)
     assert digest() == digests[-1]
