@@ -35,7 +35,10 @@ def fields_of_rows(
 
 
 def benchmark_digest(benchmark: BenchmarkConfig) -> str:
-    """Returns a digest of what is measured: settings and data, wherever the data lie."""
+    """Returns a digest of what is measured: settings and data, wherever the data lie. Raises
+    FileNotFoundError if there is no such folder."""
+    if not os.path.exists(benchmark.path):
+        raise FileNotFoundError(f"the data of a benchmark are not at {benchmark.path}")
     return digest_json([_settings(benchmark), data_digest(benchmark)])
 
 
@@ -49,8 +52,8 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
     pictures, tables, texts and shards below its folder, and the bytes of tables and texts that
     lie in the folder itself.
 
-    Hidden files and manifests do not count. A folder to which several links lead counts once, so a
-    link to a folder above makes no endless tree.
+    Hidden files, manifests and a README do not count. A folder to which several links lead counts
+    once, so a link to a folder above makes no endless tree.
     """
     root, parts, seen = Path(benchmark.path), [], set[str]()
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -61,6 +64,7 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for path in (Path(folder, name) for name in sorted(names)):
             is_data = path.suffix.lower() in _DATA and path.name[0] != "."
+            is_data &= path.stem.upper() != "README"
             if is_data and path.name != MANIFEST and path.is_file():
                 is_text = path.parent == root and path.suffix in _TEXTS
                 content = digest_file(path) if is_text else path.stat().st_size

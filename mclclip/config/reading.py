@@ -73,6 +73,9 @@ def _move_path(text: str, before: str, now: str) -> str:
 
 
 def _expand_home(text: str) -> str:
+    marked, path = text[:10], text[10:]
+    if marked == "local-dir:":
+        return marked + _expand_home(path)
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 

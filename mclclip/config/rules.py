@@ -400,7 +400,7 @@ RULES: tuple[Rule, ...] = (
     Rule("controls", lambda at: (
         at.config.controls and at.config.train.evaluate.patience is not None
         and f"controls={at.config.controls} take as many steps as the training they control, and "
-        "train.evaluate.patience may end each of the two earlier: leave one of them out")),
+        "train.evaluate.patience may end either of them early: leave out controls or patience")),
     Rule("eval.encoders", lambda at: (
         (absent := [n for n in at.config.eval.encoders or [] if n not in at.config.encoders])
         and f"eval.encoders names {absent[0]!r}, which the run does not make: wanted some of "

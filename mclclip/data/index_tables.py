@@ -294,7 +294,10 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
     for shard, stat in zip(shards, now, strict=True):
         where = shard.describe(directory)
         if stat is None:
-            raise FileNotFoundError(f"{where} is not on disk any more: put it back")
+            raise FileNotFoundError(
+                f"{where} is not on disk any more: put it back, or "
+                "set data.sources to where it lies now and call 'mclclip index'"
+            )
         if stat.size != shard.size_bytes:
             raise ValueError(
                 f"{where} had {shard.size_bytes} bytes when it was indexed, now {stat.size}: "

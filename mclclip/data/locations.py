@@ -32,6 +32,15 @@ def shard_name(number: int) -> str:
     return f"{number:05d}.tar"
 
 
+def copied_of(index: SampleIndex) -> dict[str, str]:
+    """Returns digests, by name, of the samples of an index that ``relocate`` copies."""
+    return {
+        "index": index.digest,
+        "pictures": index.pictures_digest,
+        "captions": index.captions_digest,
+    }
+
+
 class Locations:
     """The places of every sample's picture, and of the member with its captions.
 
@@ -58,10 +67,16 @@ class Locations:
         """Opens the table that ``relocate`` wrote to ``directory``.
 
         Its shards are read there, or at the ``url`` that they were uploaded to. Raises
-        FileNotFoundError if the table or a shard is missing, RuntimeError if it is of another index
-        or a shard has another size, and OSError if a store does not answer.
+        FileNotFoundError if the table or a shard is missing, RuntimeError if it is of another
+        index, other pictures or captions, or a shard has another size, and OSError if a store does
+        not answer.
         """
         manifest = index.manifest_of(directory, KIND)
+        if not copied_of(index).items() <= manifest.inputs.items():
+            raise RuntimeError(
+                f"{directory} has copies of other pictures or captions than the index: run "
+                "'mclclip relocate --force'"
+            )
         manifest.check(directory, TABLE)
         base = str(directory) if url is None else url.rstrip("/")
         names = [shard_name(number) for number in range(int(manifest.counts["shards"]))]

@@ -148,8 +148,9 @@ class RelocateConfig:
     the same, from fewer and longer reads if ``train.plan.block`` is above 1."""
     folder: str | None = None
     """Folder of the copies, on a disk that all ranks share: those of stage 1 go to
-    ``FOLDER/NAME_OF_RUN/stage_1``. Null: the run directory. The copies of each stage take as much
-    room as the data."""
+    ``FOLDER/RUN-1f2e3d/stage_1``, by the run's name and a digest of its path, so a run that was
+    moved copies again. Null: the run directory. The copies of each stage take as much room as the
+    data."""
     url: str | None = None
     """Url from which trainings read the copies instead, such as ``s3://bucket/copies``. Upload
     the shards of stage 1 to ``URL/stage_1``, and so on, after ``relocate`` and before ``train``."""

@@ -45,7 +45,7 @@ _FILES_OF_RACE = ("race.json", "race.csv", "race.html", "run_state.json", "run.l
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _ALLOWED = ("train.", "num_stages=", "controls=", "encoder=")  # options that a remedy may set
 # Options of train that it may not set, since remedies are compared at the same cost.
-_SHARED = ("train.steps=", "train.epochs=", "train.global_batch=", "train.evaluate.patience=")
+_SHARED = ("train.steps=", "train.epochs=", "train.global_batch=")
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
             if not allowed or option.startswith(_SHARED):
                 raise ValueError(
                     f"{where}: remedy {name!r} has {option!r}: a remedy sets options of train, "
-                    "num_stages, controls or encoder, but no steps, epochs, global_batch or "
-                    "patience, since all remedies share these: run another race"
+                    "num_stages, controls or encoder, but neither steps, epochs nor global_batch, "
+                    "since all remedies share the rest: run another race, or set it for all"
                 )
         encoders = [o.removeprefix("encoder=") for o in options if o.startswith("encoder=")]
         overrides = tuple(o for o in options if not o.startswith("encoder="))

@@ -145,8 +145,9 @@ class StageClusters(Step[ClusteredStage]):
         agreement: dict[str, float] = {}
         for earlier in range(stage):
             before, num_clusters = _read_cluster_labels(how, earlier)
-            found = ami(before, labels[:, 0]) if len(sizes) * num_clusters <= _AMI_UP_TO else None
-            agreement |= {} if found is None else {f"stage_{earlier}": found}
+            if len(sizes) * num_clusters <= _AMI_UP_TO:
+                value = ami(before, labels[:, 0])
+                agreement |= {f"stage_{earlier}": value} if value is not None else {}
         statistics = size_statistics(sizes)
         log.info(
             "stage %d: %s of %s to %s samples (median %s), inertia %.6g after %s%s",

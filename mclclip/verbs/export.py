@@ -221,21 +221,13 @@ def _join(config: Config, variant: str, force: Remake) -> dict[str, Path]:
         write_soup = partial(_write_soup, config, layout, [*stages.values()], force)
         steps["soup_uniform"] = UniformSoup(), write_soup
     for name, (step, write) in steps.items():
-        directory = layout.joined(name)
-        if force is Remake.NOTHING and _lacks_stages(directory, step.kind, inputs):
+        directory, how = layout.joined(name), force
+        joined = artifacts.read_identity(directory).get("inputs", inputs)
+        if force is Remake.NOTHING and joined.items() < inputs.items():
             log.info("%s joins fewer stages than the run has now", directory)
-            make_artifact(step, directory, (inputs, write), Remake.UNFIT)
-        else:
-            make_artifact(step, directory, (inputs, write), force)
+            how = Remake.UNFIT
+        make_artifact(step, directory, (inputs, write), how)
     return {name: layout.joined(name) for name in steps}
-
-
-def _lacks_stages(directory: Path, kind: str, stages: Mapping[str, str]) -> bool:
-    """Returns True for a finished join of some of the ``stages``, which are as they were then."""
-    if not artifacts.is_finished(directory):
-        return False
-    joined = artifacts.read_manifest(directory, kind).inputs
-    return joined.items() < stages.items()
 
 
 @dataclass(frozen=True)

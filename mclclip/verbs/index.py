@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +174,9 @@ def _compare_with_index(
     try:
         if is_finished(directory):
             read_manifest(directory, KIND).check(directory, SHARDS)
-        indexed = before = _follow(read_shards(directory), configured)  # of an unfinished one too
+        indexed = before = _follow(
+            read_shards(directory), configured, data
+        )  # of an unfinished one too
         new = _new_shards(indexed, configured, directory)
         if not is_finished(directory):
             return indexed, new
@@ -195,9 +197,20 @@ def _compare_with_index(
         reason = str(error)
     log.info("index: %s: the old index is moved aside", reason)
     move_aside(directory)
-    places = {(shard.source, shard.path): place for place, shard in enumerate(before)}
-    last = len(places)
-    return [], sorted(configured, key=lambda new: places.get((new.source, new.path), last))
+    by_path = {(shard.source, shard.path): place for place, shard in enumerate(before)}
+    lost = by_path.keys() - {(shard.source, shard.path) for shard in configured}
+    by_name = {
+        _file_of(shard)[:2]: place
+        for place, shard in enumerate(before)
+        if (shard.source, shard.path) in lost
+    }
+
+    def place_of(shard: Shard) -> int:
+        """Its place in the old index; by its name if it was moved and has changed."""
+        named = by_name.get(_file_of(shard)[:2], len(before))
+        return by_path.get((shard.source, shard.path), named)
+
+    return [], sorted(configured, key=place_of)
 
 
 def _write(
@@ -347,36 +360,42 @@ def _list_shards(
     return shards
 
 
-def _follow(indexed: Sequence[Shard], configured: Sequence[Shard]) -> list[Shard]:
+def _follow(indexed: Sequence[Shard], configured: Sequence[Shard], data: DataConfig) -> list[Shard]:
     """Returns the indexed shards, those that were moved with their new paths.
 
     A shard that is not configured any more was moved to the new one of its source that has its file
-    name and size, of several to that with the longest common end of the path.
+    name and size. If several new ones have both, they are read, and it is the one that has its
+    content.
     """
     old_paths = {(shard.source, shard.path) for shard in indexed}
     now_paths = {(shard.source, shard.path) for shard in configured}
-    found: dict[tuple[str, str, int], list[Shard]] = {}
+    lost = {_file_of(shard) for shard in indexed if (shard.source, shard.path) not in now_paths}
+    places: dict[tuple[str, str, int], list[Shard]] = {}
     for shard in configured:
-        if (shard.source, shard.path) not in old_paths:
-            found.setdefault(_file_of(shard), []).append(shard)
+        if (shard.source, shard.path) not in old_paths and _file_of(shard) in lost:
+            places.setdefault(_file_of(shard), []).append(shard)
+    alike = [shard for group in places.values() if len(group) > 1 for shard in group]
+    with closing(scan_shards(alike, data)) as scans:
+        digests = {shard.path: scan.digest for shard, scan in zip(alike, scans, strict=True)}
     shards = []
     for shard in indexed:
-        same_file = found.get(_file_of(shard), [])
-        others = [new for new in same_file if stem_of(new.path).endswith(shard.name)]
-        if others and (shard.source, shard.path) not in now_paths:
-            now = max(others, key=lambda new: len(_common_end(shard.path, new.path)))
-            same_file.remove(now)
-            shard = dataclasses.replace(shard, path=now.path, tag=now.tag)
+        if (shard.source, shard.path) not in now_paths:
+            group = places.get(_file_of(shard), [])
+            same = [
+                new
+                for new in group
+                if digests.get(new.path, shard.digest) == shard.digest
+                and stem_of(new.path).endswith(shard.name)
+            ]
+            for new in same[:1]:
+                group.remove(new)
+                shard = dataclasses.replace(shard, path=new.path, tag=new.tag)
         shards.append(shard)
     return shards
 
 
 def _file_of(shard: Shard) -> tuple[str, str, int]:
     return shard.source, os.path.basename(stem_of(shard.path)), shard.size_bytes
-
-
-def _common_end(one: str, other: str) -> str:
-    return os.path.commonprefix([stem_of(one)[::-1], stem_of(other)[::-1]])
 
 
 def _new_shards(
@@ -393,11 +412,17 @@ def _new_shards(
         now = by_name.pop((old.source, old.path), None)
         where = old.describe(directory)
         if now is None and protocol_of(old.path) is None and not os.path.exists(old.path):
-            raise FileNotFoundError(f"{where} is not on disk any more: put it back")
+            raise FileNotFoundError(
+                f"{where} is not on disk any more: put it back, or "
+                "set data.sources to where it lies now and call 'mclclip index'"
+            )
         if difference := _difference(old, now):
             raise ValueError(f"{where} {difference}")
-    folders = {shard.source: shard.folder for shard in indexed if shard.name}
-    return [_keep_name(shard, folders.get(shard.source)) for shard in by_name.values()]
+    folders: dict[str, set[str]] = {}
+    for shard in indexed:
+        if shard.name:
+            folders.setdefault(shard.source, set()).add(shard.folder)
+    return [_keep_name(shard, folders.get(shard.source, set())) for shard in by_name.values()]
 
 
 def _difference(old: Shard, now: Shard | None) -> str | None:
@@ -417,12 +442,15 @@ def _difference(old: Shard, now: Shard | None) -> str | None:
     return None
 
 
-def _keep_name(shard: Shard, folder: str | None) -> Shard:
-    """Returns the shard; its name is its path below ``folder``, unless that is None."""
+def _keep_name(shard: Shard, folders: Set[str]) -> Shard:
+    """Returns the shard; its name is its path below one of ``folders``, unless there are none."""
     stem = stem_of(shard.path)
-    if folder is not None and not stem.startswith(folder):
+    for folder in sorted(folders):
+        if stem.startswith(folder):
+            return dataclasses.replace(shard, name=stem[len(folder) :])
+    if folders:
         raise ValueError(
-            f"keys of the source {shard.source} have the names of shards in {printable(folder)}, "
-            f"and {printable(shard.path)} lies elsewhere: put it there"
+            f"keys of the source {shard.source} have the names of shards in "
+            f"{printable(min(folders))}, and {printable(shard.path)} lies elsewhere: put it there"
         )
-    return shard if folder is None else dataclasses.replace(shard, name=stem[len(folder) :])
+    return shard

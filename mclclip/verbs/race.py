@@ -131,6 +131,11 @@ class Race:
                     f"got controls={config.controls} and num_stages={config.num_stages}: wanted "
                     "one control or none, and at least one stage"
                 )
+            if config.train.evaluate.patience is not None:
+                raise ValueError(
+                    "train.evaluate.patience may end a training early, and remedies are compared "
+                    "at the same cost: leave it out"
+                )
             if steps is None and self.base.train.steps is not None:
                 steps = self.base.num_stages * self.base.train.steps
             if steps is not None:

@@ -44,7 +44,7 @@ from mclclip.data.bytes import BadSample, Bytes, RawSample
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import KIND, TABLE, Locations, shard_name
+from mclclip.data.locations import KIND, TABLE, Locations, copied_of, shard_name
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
@@ -121,9 +121,9 @@ class Relocated(Step[Relocation]):
     samples_per_shard: int
 
     def reads(self, how: Relocation) -> dict[str, str]:
-        """Returns the digests of the index and of the pseudo labels."""
+        """Returns the digests of the index, of what is copied, and of the pseudo labels."""
         _, _, digest = read_pseudo_labels(how.layout.pseudo_labels(self.stage), how.index)
-        return {"index": how.index.digest, "pseudo_labels": digest}
+        return {**copied_of(how.index), "pseudo_labels": digest}
 
     def make(self, out: Artifact, how: Relocation) -> Made:
         """Writes the missing shards, each rank some of them, and then the table."""

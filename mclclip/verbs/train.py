@@ -193,6 +193,11 @@ def _options(config: Config, layout: RunPaths, stage: int) -> TrainConfig:
             f"--variant {layout.variant} does not apply to train.objective.kind="
             f"{options.objective.kind}, which reads no groups: leave it out"
         )
+    if layout.variant != "mcl" and options.evaluate.patience is not None:
+        raise ValueError(
+            f"--variant {layout.variant} takes as many steps as the training it controls, and "
+            "train.evaluate.patience may end either of them early: leave patience out"
+        )
     return options
 
 

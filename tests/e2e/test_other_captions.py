@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from mclclip.data.sample_index import SampleIndex
 from tests import tiny
 from tests.e2e.conftest import Shell
@@ -28,3 +30,19 @@ def test_a_training_on_another_field_is_made_again(
         shell.ok(verb, "--stage", "0", *other, "--force")
     (second,) = tiny.digests(export).values()
     assert first != second
+
+
+def test_copies_of_other_captions_are_made_again(shell: Shell, data: Path, tmp_path: Path) -> None:
+    options = ("base=null", "num_stages=1", "train.steps=1", "relocate.enabled=true",
+               "export.concat=[]", "export.soup=false", "eval.suite={}")  # fmt: skip
+    run = tmp_path / "run"
+    path = tiny.write_config(tmp_path / "c.yaml", run, data, *options)
+    shell.ok("run", "--config", path)
+    captions = "data.sources.patterns.captions=json:shape"
+    shell.ok("index", "--config", path, captions, "--force")
+    train = ("train", "--stage", "1", "--config", path, captions, "--force")
+    assert "relocate" in shell.refused(*train), "copies of the old captions are not read"
+    shell.ok("run", "--config", path, captions, "--force")
+    copies = [run / "stage_1" / name / "locations.npy" for name in ("relocated.old-1", "relocated")]
+    old, new = (np.load(file)[:, 1, 3] for file in copies)  # checksums of captions
+    assert (old != new).all()

@@ -474,6 +474,43 @@ def test_a_grown_index_keeps_its_order(
     assert files(again.directory) == before
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["real/0", "synth/0"], ["z/0", "a/0"]),
+        (["en/0", "de/0"], ["en/v2/0", "de/v2/0"]),
+        (["q/p/0"], ["q/p/0", "q/a/p/0"]),
+    ],
+)
+def test_moved_shards_of_one_name_and_size_are_told_apart(
+    tmp_path: Path, before: list[str], now: list[str]
+) -> None:
+    """By their content: folders have other names or levels, or new shards are alike."""
+    for number, name in enumerate(now):
+        make_shard(tmp_path / "new" / f"{name}.tar", f"{number}a")
+    for old, new in zip(before, now, strict=False):
+        (tmp_path / "old" / old).parent.mkdir(parents=True)
+        shutil.copy(tmp_path / "new" / f"{new}.tar", tmp_path / "old" / f"{old}.tar")
+    first = run(tmp_path / "run", s=[str(tmp_path / "old" / f"{name}.tar") for name in before])
+    again = run(tmp_path / "run", s=[str(tmp_path / "new" / f"{name}.tar") for name in now])
+    assert all_keys(again)[: len(first)] == all_keys(first)
+    old, new = ([shard.digest for shard in of.shards] for of in (first, again))
+    assert new[: len(old)] == old and len(new) == len(now)
+
+
+def test_shards_that_were_moved_and_changed_keep_their_places(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/0[12].tar")
+    run(tmp_path / "run", s=f"{shards}/0[012].tar")
+    other = Path(shutil.copytree(shards, tmp_path / "other"))
+    make_shard(other / "01.tar", *(f"1{letter}" for letter in "abcdefghijk"))
+    with pytest.raises(FileNotFoundError, match="on disk"):
+        shutil.rmtree(shards)
+        run(tmp_path / "run", s=f"{other}/0[012].tar")
+    forced = run(tmp_path / "run", s=f"{other}/0[012].tar", force=Remake.UNFIT)
+    assert [Path(shard.path).stem for shard in forced.shards] == ["01", "02", "00"]
+    assert len(first) == 4 and len(forced) == 15
+
+
 def test_another_shard_in_the_place_of_a_moved_one_is_refused(tmp_path: Path, shards: Path) -> None:
     first = run(tmp_path / "run", s=f"{shards}/*.tar")
     before = files(first.directory)

@@ -103,6 +103,8 @@ def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **m
 def test_what_would_stop_a_race_later_is_refused_at_once(recipe: Path) -> None:
     assert "num_stages is 0" in refused(recipe, "num_stages=0")
     assert "name mcl too" in refused(recipe, remedies=("random_groups",))
+    patient = 'train.evaluate={"every": 1, "metric": "pairs/average", "patience": 1}'
+    assert "patience" in refused(recipe, patient)
     wise = refused(recipe, "export.soup=false", remedies=("wise",))
     assert "'wise' is judged by soup_uniform, which is not made" in wise
 
