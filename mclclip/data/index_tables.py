@@ -268,7 +268,10 @@ def times_of(shards: Sequence[Shard]) -> dict[str, int]:
 
 
 def note_times(directory: Path, times: dict[str, int]) -> None:
-    """Adds ``times`` to the noted times of shards whose content is that of the index."""
+    """Adds ``times`` to the noted times of shards whose content is that of the index. Through a
+    link nothing is noted: only the run that has the index writes to it."""
+    if Path(directory).is_symlink():
+        return
     all_times = (_read_times(directory) | times).items()
     noted = {_to_relative(path, directory): time for path, time in all_times}
     write_json(Path(directory) / TIMES, {"times": noted})
@@ -309,8 +312,10 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                 "it, or index it anew with 'mclclip index --force'"
             )
     times, noted = times_of(shards), _read_times(directory)
-    known = {shard.path for shard in read_shards(directory)}
-    changed = [s for s in shards if s.path not in known or noted.get(s.path) != times.get(s.path)]
+    old_paths = {shard.path for shard in read_shards(directory)}
+    changed = [
+        s for s in shards if s.path not in old_paths or noted.get(s.path) != times.get(s.path)
+    ]
     if not changed:
         return
     log.info("read again, for another path or time: %s", count_of(len(changed), "shard"))

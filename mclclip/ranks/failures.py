@@ -154,7 +154,7 @@ def line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         return (
             f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there, "
-            "or use another run_dir; the same command goes on from what is finished"
+            "and the same command goes on from what is finished, or write to another disk"
         )
     if _is_out_of_files(error):
         now, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -98,6 +98,12 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
             log.info("index: up to date, %d shards", len(indexed))
             return
         old.check(directory)
+        if directory.is_symlink():
+            raise ValueError(
+                f"{directory} is a link to the index of another run, which has other shards or "
+                "lacks the checksums of data.verify=full: call 'mclclip index' for that run first, "
+                "or use --force for an index of this run's own"
+            )
         if not whole:  # only a scan of all shards gives the checksums that it lacks
             old = None
     if old is not None:
@@ -122,12 +128,11 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
             findings.merge(scan.findings)
             for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
                 left_out[shard.source][reason] += entry["count"]
-    bound = config.data.max_bad_fraction
-    _check_faults(findings, len(indexed) + len(new), bound)
+    _check_faults(findings, len(indexed) + len(new), config.data.max_bad_fraction)
     shards = [*indexed[:num_kept], *scanned]
     table, shards = join_rows(table, rows, shards, len(indexed), findings, config.data)
     findings.settle_lines(len(table))
-    _check_lost(findings, len(table), bound)
+    _check_lost(findings, len(table), config.data.max_bad_fraction)
     if num_kept == 0 and is_finished(directory):
         # The shards are unchanged, so another choice of samples comes from the parquets.
         keys = read_table(directory)["key"]
@@ -174,19 +179,19 @@ def _compare_with_index(
     try:
         if is_finished(directory):
             read_manifest(directory, KIND).check(directory, SHARDS)
-        indexed = before = _follow(
-            read_shards(directory), configured, data
-        )  # of an unfinished one too
+        old = read_shards(directory)  # of an unfinished index too
+        indexed = before = _follow(old, configured, data)
         new = _new_shards(indexed, configured, directory)
-        if not is_finished(directory):
-            return indexed, new
-        check_shards(directory, indexed, data)
-        if new and force is Remake.NOTHING and any(directory.parent.glob("stage_*")):
+        if is_finished(directory):
+            check_shards(directory, indexed, data)
+        if old and new and force is Remake.NOTHING and any(directory.parent.glob("stage_*")):
             raise ValueError(
                 f"{count_of(len(new), 'shard')} came to data.sources after the run began, such as "
                 f"{printable(new[0].path)}: name only the {len(indexed)} that {directory} has, or "
                 "make all again with more of them"
             )
+        if not is_finished(directory):
+            return indexed, new
         reason = "it is made again" if force is Remake.ALL else None
         reason = find_damage(directory) if force is Remake.UNFIT else reason
         if reason is None:
@@ -207,8 +212,8 @@ def _compare_with_index(
 
     def place_of(shard: Shard) -> int:
         """Its place in the old index; by its name if it was moved and has changed."""
-        named = by_name.get(_file_of(shard)[:2], len(before))
-        return by_path.get((shard.source, shard.path), named)
+        moved_from = by_name.get(_file_of(shard)[:2], len(before))
+        return by_path.get((shard.source, shard.path), moved_from)
 
     return [], sorted(configured, key=place_of)
 

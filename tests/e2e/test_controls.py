@@ -40,6 +40,15 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_control_has_no_patience(labels: Path) -> None:
+    """It could end earlier than the training that it controls."""
+    patient = "train.evaluate={every: 1, metric: pairs/average, patience: 1}"
+    options = make_config(labels, labels / "run", "controls=[]", patient)
+    with pytest.raises(ValueError, match="train.evaluate.patience"):
+        train.run(options, SINGLE, stage=1, variant="ungrouped")
+    assert not (labels / "run" / "controls").exists()
+
+
 def make_config(labels: Path, run_dir: Path, *overrides: str) -> Config:
     """Epochs, not steps, are configured."""
     own = ("base=null", "num_stages=1", "train.steps=null", "train.epochs=2")

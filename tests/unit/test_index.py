@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -529,7 +530,27 @@ def test_shards_that_come_after_the_run_began_are_refused(tmp_path: Path, shards
     with pytest.raises(ValueError, match=r"such as .*/03\.tar"):
         run(tmp_path / "run", s=f"{shards}/*.tar")
     assert files(first.directory) == before
+    (first.directory / "manifest.json").unlink()  # killed while it was written anew
+    with pytest.raises(ValueError, match=r"such as .*/03\.tar"):
+        run(tmp_path / "run", s=f"{shards}/*.tar")
+    run(tmp_path / "run", s=f"{shards}/0[012].tar")
     assert len(run(tmp_path / "run", s=f"{shards}/*.tar", force=Remake.UNFIT).shards) == 4
+
+
+def test_a_run_does_not_write_to_the_index_of_another(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "index").symlink_to(first.directory)
+    os.utime(shards / "00.tar", (1, 1))  # read again, and then not noted
+    before = files(first.directory)
+    run(tmp_path / "linked", s=f"{shards}/*.tar")
+    shutil.move(shards, tmp_path / "moved")
+    with pytest.raises(ValueError, match="link to the index of another run"):
+        run(tmp_path / "linked", s=f"{tmp_path}/moved/*.tar")
+    assert files(first.directory) == before
+    own = run(tmp_path / "linked", s=f"{tmp_path}/moved/*.tar", force=Remake.ALL)
+    assert own.digest == first.digest and not (tmp_path / "linked" / "index").is_symlink()
+    assert files(first.directory) == before
 
 
 def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Path) -> None:
