@@ -275,13 +275,15 @@ class SampleIndex:
 
     @cached_property
     def pictures_digest(self) -> str:
-        """Tells other pictures of the same samples by their sizes in bytes. ``digest`` does not
-        depend on them, so that labels of samples fit copies of their pictures too."""
+        """Digest of the pictures' sizes in bytes. It changes if other pictures have the same keys;
+        pictures of equal sizes are not told apart. ``digest`` does not depend on it, so that labels
+        of samples fit copies of their pictures too."""
         return digest_array(self.image_size)
 
     @cached_property
     def captions_digest(self) -> str:
-        """Tells other captions of the same samples, and the same read from another field."""
+        """Digest of the captions and of the fields that they are read from. It changes if other
+        captions have the same keys."""
         places = sorted({(shard.source, shard.captions) for shard in self.shards})
         texts = [] if self.text_crc32 is None else [digest_array(self.text_crc32)]
         return digest_json([places, digest_array(self.num_captions), *texts])

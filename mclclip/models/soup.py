@@ -129,8 +129,7 @@ def estimate_statistics(model: Model, names: Iterable[str], batches: Iterable[Te
 
     ``names`` are those of modules of the exported model; all others stay as they are. ``batches``,
     at least one, are images [B, 3, H, W]; every batch counts the same (torch's cumulative average).
-    Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima",
-    2018, section 3.2.
+    Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018, section 3.2.
     """
     norms = [cast(_BatchNorm, model.exported.get_submodule(name)) for name in names]
     momenta = [norm.momentum for norm in norms]

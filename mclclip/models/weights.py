@@ -385,6 +385,9 @@ def common_names(names: Mapping[Path, Iterable[str]]) -> list[str]:
     differ."""
     (first, expected), *others = ((path, set(of_one)) for path, of_one in names.items())
     for path, theirs in others:
-        if strange := sorted(theirs ^ expected)[:3]:
-            raise ValueError(f"{path} and {first} hold different tensors: {strange}")
+        if strange := sorted(theirs ^ expected):
+            owner = path if strange[0] in theirs else first
+            raise ValueError(
+                f"{path} and {first} hold different tensors: only {owner} has {strange[0]}"
+            )
     return sorted(expected)

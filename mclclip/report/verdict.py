@@ -86,7 +86,7 @@ class Verdict:
                 f"{', '.join(better)}, and worse in {', '.join(worse)}."
             )
         if not self.is_ahead:
-            where = "on the share `choose`" if self.has_share else "in the mean of the benchmarks"
+            where = "on the share `choose`" if self.has_share else "in the mean of the main figures"
             return f"Keep the base: no tuned encoder scored higher than the base {where}."
         if better:
             return f"Take {self.tuned}: it is better than the base beyond chance."
