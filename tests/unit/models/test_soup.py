@@ -63,7 +63,7 @@ def test_other_tensors(stages: list[Path], tmp_path: Path) -> None:
     tensors = weights.read_tensors(stages[1] / weights.WEIGHTS)
     tensors["strange"] = torch.ones(1)
     weights.write_tensors(stages[1] / weights.WEIGHTS, tensors)
-    with pytest.raises(ValueError, match=r"different tensors: \['strange'\]"):
+    with pytest.raises(ValueError, match="only .* has strange"):
         save_uniform_soup(stages, tmp_path / "soup")
 
 
