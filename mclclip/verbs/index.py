@@ -102,7 +102,7 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
             raise ValueError(
                 f"{directory} is a link to the index of another run, which has other shards or "
                 "lacks the checksums of data.verify=full: call 'mclclip index' for that run first, "
-                "or use --force for an index of this run's own"
+                "or 'mclclip index --force' for an index of this run's own"
             )
         if not whole:  # only a scan of all shards gives the checksums that it lacks
             old = None
