@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -47,19 +48,22 @@ def options(run_dir: Path, data: Path, *more: str) -> Config:
     )  # fmt: skip
 
 
-STARTED: dict[str, Path] = {}  # run directories by data and model
+PARTS = ("index", "stage_0/export")
+STARTED: dict[str, TemporaryDirectory[str]] = {}  # folders with both, by data and model
 
 
 def start(config: Config) -> None:
     """Index and stage 0's encoder, which are made once and copied."""
     key, run_dir = f"{config.data} {config.model}", Path(config.run_dir)
     if key in STARTED:
-        for folder in ("index", "stage_0/export"):
-            shutil.copytree(STARTED[key] / folder, run_dir / folder)
+        for part in PARTS:
+            shutil.copytree(Path(STARTED[key].name) / part, run_dir / part)
         return
     index.run(config, SINGLE)
     export.stage(config, SINGLE, stage=0)
-    STARTED[key] = run_dir
+    STARTED[key] = TemporaryDirectory()
+    for part in PARTS:
+        shutil.copytree(run_dir / part, Path(STARTED[key].name) / part)
 
 
 def embedded(config: Config) -> StoredRows:
