@@ -165,11 +165,15 @@ def test_corrected_settings_go_on_without_force(
 
 
 def test_labels_of_another_index(shell: Shell, begun: list[object], tmp_path: Path) -> None:
-    """Shards were added after clustering: every row of what was made before is out of date."""
+    """Shards were added after clustering, which is refused at first: every row of what was made
+    before is out of date."""
     run_dir = tmp_path / "run"
     more = tiny.make_data(tmp_path / "more", num_samples=48, seed=1)
     added = f"data.sources.more.shards={more}/shards/*.tar"
-    shell.ok("index", *begun, added)
+    before = files(run_dir)
+    assert_refused(shell("index", *begun, added), "1 shard", str(more), "--force")
+    assert files(run_dir) == before
+    shell.ok("index", *begun, added, "--force")
     before = files(run_dir)
     for command, words in {
         "train --stage 1": ("pseudo_labels has 192 rows", "240", "mclclip cluster", "--stage 0"),
