@@ -1,8 +1,8 @@
 """Verb ``index``: tar shards -> sample index.
 
 The first call fixes the order of the shards: sources as configured, and the paths of each sorted.
-Later calls append new shards, so the sample_id of a sample never changes, also where shards were
-moved to another folder or store or the index is made again.
+Later calls append new shards, so the sample_id of a sample never changes. Shards that were moved to
+another folder or store keep their places, also in an index that is made again.
 """
 
 from __future__ import annotations
@@ -202,20 +202,9 @@ def _compare_with_index(
         reason = str(error)
     log.info("index: %s: the old index is moved aside", reason)
     move_aside(directory)
-    by_path = {(shard.source, shard.path): place for place, shard in enumerate(before)}
-    lost = by_path.keys() - {(shard.source, shard.path) for shard in configured}
-    by_name = {
-        _file_of(shard)[:2]: place
-        for place, shard in enumerate(before)
-        if (shard.source, shard.path) in lost
-    }
-
-    def place_of(shard: Shard) -> int:
-        """Its place in the old index; by its name if it was moved and has changed."""
-        moved_from = by_name.get(_file_of(shard)[:2], len(before))
-        return by_path.get((shard.source, shard.path), moved_from)
-
-    return [], sorted(configured, key=place_of)
+    places = {(shard.source, shard.path): place for place, shard in enumerate(before)}
+    last = len(places)
+    return [], sorted(configured, key=lambda shard: places.get((shard.source, shard.path), last))
 
 
 def _write(

@@ -499,19 +499,6 @@ def test_moved_shards_of_one_name_and_size_are_told_apart(
     assert new[: len(old)] == old and len(new) == len(now)
 
 
-def test_shards_that_were_moved_and_changed_keep_their_places(tmp_path: Path, shards: Path) -> None:
-    first = run(tmp_path / "run", s=f"{shards}/0[12].tar")
-    run(tmp_path / "run", s=f"{shards}/0[012].tar")
-    other = Path(shutil.copytree(shards, tmp_path / "other"))
-    make_shard(other / "01.tar", *(f"1{letter}" for letter in "abcdefghijk"))
-    with pytest.raises(FileNotFoundError, match="on disk"):
-        shutil.rmtree(shards)
-        run(tmp_path / "run", s=f"{other}/0[012].tar")
-    forced = run(tmp_path / "run", s=f"{other}/0[012].tar", force=Remake.UNFIT)
-    assert [Path(shard.path).stem for shard in forced.shards] == ["01", "02", "00"]
-    assert len(first) == 4 and len(forced) == 15
-
-
 def test_another_shard_in_the_place_of_a_moved_one_is_refused(tmp_path: Path, shards: Path) -> None:
     first = run(tmp_path / "run", s=f"{shards}/*.tar")
     before = files(first.directory)
