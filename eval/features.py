@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,12 @@ from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.samples import tokenize
 from mclclip.data.training_images import Readable
 from mclclip.eval.images import Region
-from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
+from mclclip.eval.metrics import IntArray, ranks_with_ties
 from mclclip.models.encoder import Encoder
 from mclclip.models.transforms import defer_normalization
 from mclclip.ranks.collectives import gather_objects, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, choose_memory
 from mclclip.run.runlog import progress
-from mclclip.util.pair_products import pair_products
 
 T = TypeVar("T")
 
@@ -221,15 +220,6 @@ def exact_float32() -> Iterator[None]:
 CHUNK_BYTES = 128 * 2**20
 """Size of the block of float32 similarities that is held at once; a few copies come on top."""
 
-Counting = Literal["by_row", "whole"]
-"""How candidates above a bound are counted: in one row of the block at a time, which fits into a
-CPU's cache, or in the whole block at once."""
-
-
-def choose_counting(device: torch.device) -> Counting:
-    """Returns 'by_row' on a CPU, where it is ten times as fast, and 'whole' elsewhere."""
-    return "by_row" if device.type == "cpu" else "whole"
-
 
 def rank_queries(
     queries: Features,
@@ -239,149 +229,32 @@ def rank_queries(
     *,
     context: Context = SINGLE,
     chunk_bytes: int = CHUNK_BYTES,
-    counting: Counting | None = None,
 ) -> tuple[IntArray, IntArray]:
     """For each query, the rank of its best right candidate by cosine, in bounded memory.
 
     ``queries`` [Q, E] and ``candidates`` [C, E] are unit rows; ``query_image`` [Q] and
     ``candidate_image`` [C] are numbers of images. A candidate is right if its image is that of the
     query; every query has one. Returns two int64 [Q], ranks with ties against and for the model
-    (``ranks_with_ties``), which do not depend on ``chunk_bytes``.
+    (``ranks_with_ties``).
 
-    Similarities count as float64 sums, rounded to float32, so that equal features tie exactly.
-    Since these are slow, a matrix product in float32 comes first. Only candidates so similar to the
-    best right one that rounding could hide their order are summed in float64. The ranks of
-    ``context`` share the queries. Memory: a few blocks of ``chunk_bytes``, and the candidates in
-    float64.
+    Similarities are float64 sums, rounded to float32, so that equal features tie exactly. The ranks
+    of ``context`` share the queries; each holds a few blocks of ``chunk_bytes``.
     """
-    counting = counting or choose_counting(context.device)
-    ranker = _Ranker(candidates, candidate_image, context.device, counting)
     step = max(1, chunk_bytes // (4 * len(candidates)))
 
     def of_share(share: slice) -> IntArray:
         ranks = np.empty((2, share.stop - share.start), dtype=np.int64)
-        block = torch.empty(min(step, max(len(ranks[0]), 1)), len(candidates), device=ranker.device)
         for start in range(share.start, share.stop, step):
             chunk = slice(start, min(start + step, share.stop))
-            of_chunk = ranker.ranks(queries[chunk], query_image[chunk], block)
-            ranks[:, start - share.start : chunk.stop - share.start] = of_chunk
+            near = similarity(queries[chunk], candidates, context.device)
+            is_right = query_image[chunk, None] == candidate_image
+            ranks[:, start - share.start : chunk.stop - share.start] = ranks_with_ties(
+                near, is_right
+            )
         return ranks
 
     strict, optimistic = np.concatenate(over_ranks(context, len(queries), of_share), axis=1)
     return strict, optimistic
-
-
-class _Ranker:
-    """Ranks candidates [C, E], which are prepared once for all queries.
-
-    images     [C] the image of each candidate
-    on_device  the candidates on the device; ``exact`` are those in float64 on the CPU
-    longest    the largest length of a candidate
-    order      [C] numbers of the candidates sorted by image, so that those of an image are a slice
-    """
-
-    def __init__(
-        self, candidates: Features, images: IntArray, device: torch.device, counting: Counting
-    ) -> None:
-        self.candidates, self.images, self.device = candidates, images, device
-        self.count = {"by_row": _count_by_row, "whole": _count_whole}[counting]
-        self.on_device = torch.from_numpy(candidates).to(device)
-        self.exact = torch.from_numpy(candidates).double()
-        self.longest = float(self.exact.norm(dim=1).max())
-        self.order = np.argsort(images, kind="stable")
-
-    def ranks(self, queries: Features, images: IntArray, block: Tensor) -> IntArray:
-        """Returns the ranks [2, q] of some queries [q, E] of ``images`` [q]. ``block`` [>= q, C] is
-        overwritten with their similarities."""
-        left = torch.from_numpy(queries)
-        exact = left.double()
-        starts, right = self._right(images)
-        best = np.maximum.reduceat(self._products(exact, starts, right), starts[:-1])
-        near = block[: len(queries)]
-        with exact_float32():
-            torch.mm(left.to(self.device), self.on_device.T, out=near)
-        # ``width`` bounds the rounding of a sum of E products, in any order, and of low and high.
-        width = (queries.shape[1] + 8) * 2.0**-24 * exact.norm(dim=1) * self.longest
-        middle = torch.from_numpy(best).double()
-        low, high = ((middle + side * width).float().to(self.device) for side in (-1, 1))
-        # ``right_near`` counts the right candidates of each query between low and high.
-        row = torch.from_numpy(np.repeat(np.arange(len(near)), np.diff(starts))).to(self.device)
-        values = near[row, torch.from_numpy(right).to(self.device)]
-        within = (values >= low[row]) & (values <= high[row])
-        right_near = np.bincount(row[within].cpu().numpy(), minlength=len(near))
-        # A query with more candidates between low and high is cheaper by one matrix product.
-        most = 64 + len(self.candidates) / 16
-        greater, rows, columns, dense = self.count(near, low, high, right_near, most)
-        wrong = images[rows] != self.images[columns]
-        rows, columns = rows[wrong], columns[wrong]
-        ends = np.searchsorted(rows, np.arange(len(queries) + 1))
-        products = self._products(exact, ends, columns)
-        greater = greater + np.bincount(rows[products > best[rows]], minlength=len(queries))
-        equal = np.bincount(rows[products == best[rows]], minlength=len(queries))
-        ranks = np.stack([1 + greater + equal, 1 + greater])
-        if dense.any():
-            whole = similarity(queries[dense], self.candidates, self.device)
-            positive = images[dense, None] == self.images[None, :]
-            ranks[:, dense] = ranks_with_ties(whole, positive)
-        return ranks
-
-    def _right(self, images: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns the right candidates of all queries, one query after the other, and before them
-        the places [q + 1] at which those of each query begin."""
-        ranked = self.images[self.order]
-        first, last = (np.searchsorted(ranked, images, side=side) for side in ("left", "right"))
-        assert (first < last).all()
-        starts = np.append(0, np.cumsum(last - first))
-        shift = np.repeat(first - starts[:-1], last - first)
-        return starts, self.order[np.arange(starts[-1]) + shift]
-
-    def _products(self, queries: Tensor, starts: IntArray, columns: IntArray) -> Features:
-        """Products of each query q with the candidates columns[starts[q]:starts[q + 1]], summed in
-        float64 and rounded to float32."""
-        ends, ids = torch.from_numpy(starts), torch.from_numpy(columns)
-        return pair_products(queries, self.exact, ends, ids).float().numpy()
-
-
-_Counted = tuple[IntArray, IntArray, IntArray, BoolArray]
-"""The result of counting similarities [q, C] with bounds low [q] and high [q]:
-
-- int64 [q], how many candidates of each query are above high;
-- rows and columns, two int64 [p] in order, of the candidates between low and high. Queries that
-  have only their ``right_near`` [q] right candidates there are left out;
-- bool [q], True for queries with more than ``most`` candidates there, which are left out too."""
-
-
-def _count_by_row(
-    near: Tensor, low: Tensor, high: Tensor, right_near: IntArray, most: float
-) -> _Counted:
-    values, bounds = near.numpy(), (low.numpy(), high.numpy())
-    num, width = near.shape
-    higher, enough = np.empty((2, width), dtype=np.bool_)
-    above, dense = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.bool_)
-    columns: list[IntArray] = [np.empty(0, dtype=np.int64)] * num
-    for row in range(num):
-        np.greater(values[row], bounds[1][row], out=higher)
-        np.greater_equal(values[row], bounds[0][row], out=enough)
-        above[row] = np.count_nonzero(higher)
-        in_doubt = np.count_nonzero(enough) - above[row]
-        dense[row] = in_doubt > most
-        if right_near[row] < in_doubt and not dense[row]:
-            columns[row] = np.flatnonzero(enough ^ higher)
-    rows = np.repeat(np.arange(num), [len(listed) for listed in columns])
-    return above, rows, np.concatenate(columns), dense
-
-
-def _count_whole(
-    near: Tensor, low: Tensor, high: Tensor, right_near: IntArray, most: float
-) -> _Counted:
-    higher = near > high[:, None]
-    between = (near >= low[:, None]) & ~higher
-    in_doubt = between.sum(dim=1).cpu().numpy()
-    dense = in_doubt > most
-    listed = torch.from_numpy(np.flatnonzero((right_near < in_doubt) & ~dense)).to(near.device)
-    row, column = between[listed].nonzero(as_tuple=True)
-    above = higher.sum(dim=1).cpu().numpy()
-    return above, listed[row].cpu().numpy(), column.cpu().numpy(), dense
 
 
 def similarity(

@@ -32,18 +32,18 @@ from tests.unit.test_architecture import PACKAGE, edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 213,
-    "lines": 32_920,
-    "functions": 2_764,
-    "functions of two lines or fewer": 770,
+    "files": 214,
+    "lines": 32_892,
+    "functions": 2_765,
+    "functions of two lines or fewer": 775,
     "classes": 339,
     "dataclasses": 185,
-    "options": 194,
-    "arrows between rooms": 328,
+    "options": 193,
+    "arrows between rooms": 330,
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 103,
-    "lines of tests": 52_660,
+    "lines of tests": 52_742,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

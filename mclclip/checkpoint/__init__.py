@@ -17,8 +17,6 @@ trust.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
@@ -45,9 +43,6 @@ class CheckpointConfig:
     """A folder that gets a copy of every checkpoint: the path of another disk, or a url of an
     object store, such as ``s3://bucket/run`` (``gs://`` and ``az://`` too). A training without
     checkpoints of its own, also one that ``--force`` moved aside, goes on from its copies there."""
-    on_error: Literal["stop", "continue"] = "stop"
-    """If a checkpoint cannot be written, such as on a full disk: stop the run, or continue training
-    and try again at the next checkpoint."""
 
     def __post_init__(self) -> None:
         if self.mirror is not None:

@@ -69,7 +69,6 @@ class Checkpoints:
             self.mirror = Mirror(options.mirror, self.directory, options.keep, options.keep_every)
         self.best: int | None = None
         self.saved: int | None = None
-        self._error: RuntimeError | None = None  # of the last save, if it failed
         self._writing: tuple[int, Future[str | None]] | None = None  # a step that a thread writes
         self._thread: ThreadPoolExecutor | None = None
         self._side: Any = None  # the process group of that thread
@@ -86,9 +85,8 @@ class Checkpoints:
         Waits first for the previous save, and raises its error. With ``asynchronous``, returns as
         soon as the state is copied to main memory; a thread writes it.
 
-        If the step cannot be written, ``on_error`` decides: 'stop' raises RuntimeError on all
-        ranks, 'continue' warns. If the state holds NaN or infinity, raises NotFinite on all ranks;
-        then nothing is written and no step is removed.
+        Raises RuntimeError on all ranks if the step cannot be written, and NotFinite if the state
+        holds NaN or infinity; then nothing is written and no step is removed.
         """
         self._finish_writing()
         if step == self.saved:
@@ -109,14 +107,9 @@ class Checkpoints:
 
     def wait(self, mirror_s: float | None = None) -> None:
         """Waits until the last save is on disk, then for the mirror, at most ``mirror_s`` seconds
-        (None: without a limit).
-
-        Raises RuntimeError if the save failed, even if ``on_error`` is 'continue', since the caller
-        is about to rely on it.
+        (None: without a limit). Raises RuntimeError if the save failed.
         """
         self._finish_writing()
-        if self._error is not None:
-            raise self._error
         if self.mirror is None:
             return
         collectives.on_main(partial(self.mirror.wait, mirror_s))
@@ -131,22 +124,13 @@ class Checkpoints:
         self._take_result(step, result.result())
 
     def _take_result(self, step: int, failure: str | None) -> None:
-        """Records that ``step`` is on disk, or raises or warns of its ``failure``."""
-        path, self._error = path_of(self.directory, step), None
-        if failure is None:
-            self.saved = step
-            return
-        self._error = RuntimeError(
-            f"the checkpoint {path} cannot be written ({failure}): make room, then run the same "
-            f"command again to resume"
-        )
-        if self.options.on_error == "stop":
-            raise self._error
-        if collectives.rank() == 0:
-            log.warning(
-                "the checkpoint %s cannot be written (%s): training goes on, the next one is tried",
-                path, failure,
-            )  # fmt: skip
+        """Records that ``step`` is on disk, or raises its ``failure``."""
+        if failure is not None:
+            raise RuntimeError(
+                f"the checkpoint {path_of(self.directory, step)} cannot be written ({failure}): "
+                "make room, then run the same command again to resume"
+            )
+        self.saved = step
 
     def _prepare(
         self, step: int, state: State

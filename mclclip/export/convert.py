@@ -5,7 +5,6 @@ Each layout is a module of ``targets``, which this file calls.
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import shutil
@@ -20,7 +19,6 @@ from mclclip.export.targets import Precision, Source
 from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact
-from mclclip.run.lock import start_of_process
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
 from mclclip.util.remake import Remake
@@ -127,11 +125,7 @@ def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[
     Raises ValueError, and leaves the old folder unchanged, if a certificate does not hold.
     """
     out = artifact.directory
-    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):  # from killed conversions
-        number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
-        if number.isdecimal() and start_of_process(int(number)) is None:
-            shutil.rmtree(path, ignore_errors=True)
-    target, folder = targets.find(to), out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    target, folder = targets.find(to), out.with_name(f".{out.name}.tmp")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

@@ -29,7 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from mclclip.run.artifacts import Artifact, Manifest
+from mclclip.run.artifacts import KINDS, Artifact, Manifest
+from mclclip.run.lock import Lock
 from mclclip.util import files
 from mclclip.util.options import NO_RESULT
 from mclclip.util.remake import Remake
@@ -114,6 +115,22 @@ def make_artifact(
     if artifact.manifest is not None:
         log.info("%s is finished: skipped", directory)
         return artifact.manifest
+    if step.kind not in KINDS or KINDS[step.kind].place:
+        return _make(step, artifact, how)
+
+    def make_alone() -> Manifest:
+        """Makes an artifact that lies in no run directory, whose lock would keep others out."""
+        place = directory.resolve()
+        with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0):
+            artifact = find_artifact(step, directory, how, force)  # it may have waited
+            return artifact.manifest or _make(step, artifact, how)
+
+    return collectives.on_main(make_alone)
+
+
+def _make(step: Step[How], artifact: Artifact, how: How) -> Manifest:
+    from mclclip.ranks import collectives
+
     values = step.make(artifact, how) if step.all_ranks else None
 
     def finish() -> Manifest:

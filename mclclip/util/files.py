@@ -18,13 +18,12 @@ import os
 import re
 import shutil
 import socket
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -214,34 +213,6 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def open_own(path: Path, mode: Literal["r", "w"]) -> TextIO:
-    """Opens a file of a run to read or (``w``, as ``open``) to write, in a folder where other users
-    may write too.
-
-    Raises RuntimeError for a symbolic link, for a folder or device, and, to write, for a file with
-    several names (hard links): somebody may have put it there so that another file is emptied.
-    """
-    flags = os.O_RDONLY if mode == "r" else os.O_WRONLY | os.O_CREAT
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EMLINK):  # BSD reports a link as EMLINK
-            raise
-        raise RuntimeError(
-            f"{path} is a symbolic link, which is not followed: remove it, or use another run_dir"
-        ) from None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or (mode == "w" and status.st_nlink > 1):
-        os.close(descriptor)
-        raise RuntimeError(
-            f"{path} is no file of its own (it is a folder or a device, or has several names): "
-            "remove it, or use another run_dir"
-        )
-    if mode == "w":
-        os.ftruncate(descriptor, 0)
-    return open(descriptor, mode)
 
 
 # --- documents -------------------------------------------------------------------------------

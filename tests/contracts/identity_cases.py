@@ -122,7 +122,6 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.checkpoint.keep_every": ("train.checkpoint.keep_every=1", set()),
     "train.checkpoint.asynchronous": ("train.checkpoint.asynchronous=true", set()),
     "train.checkpoint.mirror": ("train.checkpoint.mirror={folder}", set()),
-    "train.checkpoint.on_error": ("train.checkpoint.on_error=continue", set()),
     # Evaluations count where they decide how long is trained, or which step is exported.
     "train.evaluate.every": ("train.evaluate.every=1", set()),
     "train.evaluate.unit": ("train.evaluate.unit=epochs", set()),

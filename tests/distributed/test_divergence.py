@@ -46,7 +46,7 @@ def spoil(source: Saved, what: str) -> None:
 
 def save(directory: Path, what: str, asynchronous: bool) -> tuple[str, int, list[str]]:
     """Saves a state and then a spoiled one: what was raised, and what a resume finds."""
-    options: dict[str, Any] = {"keep": 1, "on_error": "continue", "asynchronous": asynchronous}
+    options: dict[str, Any] = {"keep": 1, "asynchronous": asynchronous}
     checkpoints, source, line = Checkpoints(directory, CheckpointConfig(**options)), Saved(7), ""
     checkpoints.save(1, source)
     spoil(source, what)

@@ -124,8 +124,7 @@ def test_nan_between_two_rows_is_not_saved(
     shell: Shell, indexed: Path, tmp_path: Path, asynchronous: bool, ranks: int
 ) -> None:
     options = ("base.log_every=100", f"base.checkpoint.asynchronous={asynchronous}",
-               "base.checkpoint.keep=1", "base.checkpoint.on_error=continue",
-               "base.clip_grad_norm=2")  # fmt: skip
+               "base.checkpoint.keep=1", "base.clip_grad_norm=2")  # fmt: skip
     spoil = Spoil(first=5, rank=ranks - 1, last=5)
     finished = train(shell, indexed, tmp_path / "run", *options, ranks=ranks, inside=spoil)
     directory = tmp_path / "run/stage_0/train/checkpoints"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,10 +76,9 @@ class Source:
         self.state = state
 
 
-def save(directory: Path, steps: list[int], on_error: str, asynchronous: bool) -> list[str]:
+def save(directory: Path, steps: list[int], asynchronous: bool) -> list[str]:
     """Resumes and saves all of ``steps``; returns what was raised, and by which call."""
-    options: Any = {"keep": 1, "asynchronous": asynchronous, "on_error": on_error}
-    checkpoints = Checkpoints(directory, CheckpointConfig(**options))
+    checkpoints = Checkpoints(directory, CheckpointConfig(keep=1, asynchronous=asynchronous))
     source, raised = Source(0.0), []
     start = checkpoints.resume(source)
     assert all(bool((value == start).all()) for value in source.state.values())
@@ -94,25 +92,23 @@ def save(directory: Path, steps: list[int], on_error: str, asynchronous: bool) -
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
 @in_soak
 def test_two_ranks_keep_the_checkpoint_before(
-    ranks: RankPool, disk: Disk, tmp_path: Path, on_error: str, asynchronous: bool
+    ranks: RankPool, disk: Disk, tmp_path: Path, asynchronous: bool
 ) -> None:
     folder = disk(tmp_path / "disk", 3)
     directory = folder / "checkpoints"
-    assert ranks(2, save, directory, [2], on_error, asynchronous) == [[], []]
-    first, second = ranks(2, save, directory, [4, 6], on_error, asynchronous)
+    assert ranks(2, save, directory, [2], asynchronous) == [[], []]
+    first, second = ranks(2, save, directory, [4, 6], asynchronous)
     (line,) = first
     assert second == first and "No space left on device" in line and "\n" not in line
-    # With "continue" both saves are tried, and only waiting for them at the end fails.
-    failed, call = (4, "6" if asynchronous else "4") if on_error == "stop" else (6, "wait")
-    assert line.startswith(f"{call}: the checkpoint {directory}/step_{failed:08d} cannot be")
+    call = "6" if asynchronous else "4"
+    assert line.startswith(f"{call}: the checkpoint {directory}/step_00000004 cannot be")
     assert [path.name for path in directory.iterdir()] == ["step_00000002"]
     used = sum(path.stat().st_size for path in directory.rglob("*"))
     assert used < 2.2 * MIB  # what was half written is gone
     disk(folder, 6)
-    assert ranks(2, save, directory, [4, 6], on_error, asynchronous) == [[], []]
+    assert ranks(2, save, directory, [4, 6], asynchronous) == [[], []]
     assert step_files.steps(directory) == [6]
 
 
@@ -123,16 +119,10 @@ def train(shell: Shell, config: Path, *options: str, ranks: int) -> Finished:
     return shell("train", "--stage", "0", "--config", config, *options, ranks=ranks)
 
 
-def lines_of(finished: Finished, text: str) -> list[str]:
-    return [line for stderr in finished.stderrs for line in stderr.splitlines() if text in line]
-
-
-@pytest.mark.parametrize(
-    ("on_error", "ranks"), kept([("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)], 0)
-)
+@pytest.mark.parametrize("ranks", kept([2, 1], 0))
 @in_soak
 def test_a_training_on_a_full_disk(
-    shell: Shell, disk: Disk, data: Path, tmp_path: Path, on_error: str, ranks: int
+    shell: Shell, disk: Disk, data: Path, tmp_path: Path, ranks: int
 ) -> None:
     """One checkpoint fits, a second does not; with room the same command ends the training."""
     run_dir = tmp_path / "run"
@@ -140,19 +130,15 @@ def test_a_training_on_a_full_disk(
     shell.ok("index", "--config", config)
     directory = run_dir / "stage_0/train/checkpoints"
     disk(directory, 16)
-    option = f"base.checkpoint.on_error={on_error}"
-    finished = train(shell, config, option, ranks=ranks)
+    finished = train(shell, config, ranks=ranks)
     complaint = finished.refusal()
-    last = 4 if on_error == "stop" else 6
-    assert f"{directory}/step_{last:08d} cannot be written (" in complaint
+    assert f"{directory}/step_00000004 cannot be written (" in complaint
     assert "No space left on device" in complaint
-    warned = lines_of(finished, "training goes on, the next one is tried")
-    assert len(warned) == (2 if on_error == "continue" else 0)
     assert [path.name for path in directory.iterdir()] == ["step_00000002"]
     assert not artifacts.is_finished(run_dir / "stage_0/train")
 
     disk(directory, 64)
-    shell.ok("train", "--stage", "0", "--config", config, option, ranks=ranks)
+    shell.ok("train", "--stage", "0", "--config", config, ranks=ranks)
     assert step_files.steps(directory) == [6]
     assert artifacts.is_finished(run_dir / "stage_0/train")
 

@@ -467,45 +467,21 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("where", ["data", "records", "list", "rename", "folder"])
-def test_a_failed_save_stops_with_one_line_or_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, asynchronous: bool
-) -> None:
+def test_a_failed_save_stops_with_one_line(tmp_path: Path, where: str, asynchronous: bool) -> None:
     saved(tmp_path, 3, keep=1)
-    for on_error, warned in (("stop", False), ("continue", True)):
-        options: Any = {"keep": 1, "asynchronous": asynchronous, "on_error": on_error}
-        checkpoints = Checkpoints(tmp_path, CheckpointConfig(**options))
-        with pytest.MonkeyPatch.context() as patch:
-            break_in(where, patch)
-            with pytest.raises(RuntimeError) as caught:
-                checkpoints.save(4, Source(4))
-                checkpoints.wait()  # of no use to a training that ends here: an error in any case
-        assert len(warnings_of(caplog)) == warned
-        for line in [str(caught.value), *warnings_of(caplog)]:
-            assert f"{tmp_path / 'step_00000004'} cannot be written" in line and "\n" not in line
-            assert "No space left on device" in line
-        assert files(tmp_path) == ["step_00000003"] and checkpoints.saved is None
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, asynchronous=asynchronous))
+    with pytest.MonkeyPatch.context() as patch:
+        break_in(where, patch)
+        with pytest.raises(RuntimeError) as caught:
+            checkpoints.save(4, Source(4))
+            checkpoints.wait()
+    line = str(caught.value)
+    assert f"{tmp_path / 'step_00000004'} cannot be written" in line and "\n" not in line
+    assert "No space left on device" in line
+    assert files(tmp_path) == ["step_00000003"] and checkpoints.saved is None
     checkpoints.save(5, Source(5))
     checkpoints.wait()
     assert checkpoints.steps() == [5] and checkpoints.saved == 5
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_going_on_costs_no_more_than_one_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
-) -> None:
-    checkpoints = Checkpoints(
-        tmp_path, CheckpointConfig(keep=1, asynchronous=asynchronous, on_error="continue")
-    )
-    checkpoints.save(2, Source(2))
-    checkpoints.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        break_in("list", patch)
-        checkpoints.save(4, Source(4))
-        with pytest.raises(RuntimeError):
-            checkpoints.wait()
-    checkpoints.save(6, Source(6))
-    checkpoints.wait()
-    assert checkpoints.steps() == [6] and len(warnings_of(caplog)) == 1
 
 
 def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +490,7 @@ def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        Checkpoints(tmp_path, CheckpointConfig(keep=1, on_error="continue")).save(3, Source(3))
+        Checkpoints(tmp_path, CheckpointConfig(keep=1)).save(3, Source(3))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -523,8 +499,8 @@ def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_not_finite_is_not_saved(
     tmp_path: Path, name: str, bad: float, asynchronous: bool
 ) -> None:
-    """The last finite step stays, and ``on_error`` does not matter: it is for full disks."""
-    checkpoints = saved(tmp_path, 3, keep=1, asynchronous=asynchronous, on_error="continue")
+    """The last finite step stays."""
+    checkpoints = saved(tmp_path, 3, keep=1, asynchronous=asynchronous)
     spoiled = Source(4)
     spoiled.state[name].view(-1)[-1] = bad
     with pytest.raises(NotFinite, match=rf"\({name}\) is not finite after step 4") as caught:

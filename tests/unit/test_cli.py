@@ -376,7 +376,7 @@ def test_a_failed_run_frees_its_directory_and_leaves_nothing_half_written(
     shown = main("index", f"run_dir={tmp_path / 'run'}", "device=cpu")
     assert shown.code == 2 and "data.sources is empty" in shown.err
     left = {path.name for path in (tmp_path / "run").rglob("*")}
-    assert left == {".run.lock.guard", "run_state.json"}
+    assert left == {"run_state.json"}
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
     assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 2, False)
     assert "data.sources is empty" in state["reason"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from mclclip.cli import entry
 from mclclip.export import convert
 from mclclip.export.targets import Source
 from mclclip.models import weights
+from mclclip.run.lock import Lock
 from mclclip.util.remake import Remake
 from tests.unit.export.models import exported, the_certificate
 
@@ -113,16 +112,24 @@ def test_files_of_others_stay(tmp_path: Path, force: bool) -> None:
     assert sorted(path.name for path in source.iterdir()) == before
 
 
-def test_what_killed_conversions_left_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     source = exported(tmp_path / "own")
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for name in (f".hf.{ended.pid}.tmp", f".hf.{os.getppid()}.tmp", f".other.{ended.pid}.tmp"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"part")
+    (tmp_path / ".hf.tmp").mkdir()
+    (tmp_path / ".hf.tmp" / "model.safetensors").write_bytes(b"part")
     convert.run("hf", source, tmp_path / "hf")
-    left = sorted(path.name for path in tmp_path.glob(".*"))
-    assert left == sorted([f".hf.{os.getppid()}.tmp", f".other.{ended.pid}.tmp"])
+    assert not [*tmp_path.glob(".*")]
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 4
+
+
+def test_two_conversions_into_one_folder_are_refused(tmp_path: Path) -> None:
+    source = exported(tmp_path / "own")
+    with (
+        Lock(tmp_path / ".hf.lock"),
+        pytest.raises(RuntimeError, match=f"in use by process {os.getpid()} on"),
+    ):
+        convert.run("hf", source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    convert.run("hf", source, tmp_path / "hf")
 
 
 def test_the_working_folder_may_be_written_to(
