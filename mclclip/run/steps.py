@@ -22,6 +22,7 @@ such as the device, is passed as ``how``, which is never compared, or is an opti
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -115,12 +116,13 @@ def make_artifact(
     if artifact.manifest is not None:
         log.info("%s is finished: skipped", directory)
         return artifact.manifest
-    if step.kind not in KINDS or KINDS[step.kind].place:
+    place = directory.resolve()
+    has_lock = step.kind not in KINDS or KINDS[step.kind].place  # of its run directory
+    if has_lock or (place.is_dir() and not os.access(place.parent, os.W_OK)):  # a mounted folder
         return _make(step, artifact, how)
 
     def make_alone() -> Manifest:
         """Makes an artifact that lies in no run directory, whose lock would keep others out."""
-        place = directory.resolve()
         with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0):
             artifact = find_artifact(step, directory, how, force)  # it may have waited
             return artifact.manifest or _make(step, artifact, how)
