@@ -160,6 +160,8 @@ def _config(args: argparse.Namespace) -> object:
 
 def _doctor(args: argparse.Namespace) -> object:
     if args.versions:
+        if args.overrides:
+            raise ValueError(f"--versions takes nothing else: leave out {args.overrides[0]}")
         from mclclip.util import shipped
 
         print(shipped.constraints(), end="")
@@ -275,6 +277,18 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
             )
         if conversion:
             args.function, args.standalone = _convert, True
+            of_run = [
+                f"--{name}"
+                for name in ("config", "stage", "variant")
+                if getattr(args, name) != args.parser.get_default(name)
+            ]
+            if without_effect := [*of_run, *args.overrides]:
+                parser.error(
+                    "export --to converts the folder of --model and reads no configuration: leave "
+                    f"out {' '.join(without_effect)}"
+                )
+    if getattr(args, "explain", None) is not None and args.overrides:
+        parser.error(f"config --explain takes one option: leave out {' '.join(args.overrides)}")
     if getattr(args, "image_rows", False):
         args.overrides.append("image_rows.enabled=true")
     readers = {

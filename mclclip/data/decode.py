@@ -34,6 +34,9 @@ logger = logging.getLogger("mclclip")
 
 MAX_IMAGE_PIXELS = 100_000_000
 """Most pixels (width x height) of an image, unless an option says otherwise."""
+MAX_ASPECT = 400
+"""Longer side by shorter one. Transforms enlarge the shorter side to the model's size and then cut
+out the middle: of a line of 1 x 20,000 pixels that makes 4.5 million columns."""
 
 # Every scan of a JPEG costs a pass over all pixels, and takes only ten bytes in the file. Encoders
 # write up to 14 scans (18 for CMYK), which this bound allows at any size. A smaller picture may
@@ -97,6 +100,7 @@ class DecodeError(ValueError):
 
     empty         there are no bytes
     bomb          it has more pixels, or more passes over them, than allowed
+    thin          one side is more than `MAX_ASPECT` times as long as the other
     lfs_pointer   it is a pointer of git-lfs
     unidentified  it is none of `FORMATS`
     unsupported   its type of pixels has no defined range
@@ -218,6 +222,7 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
         if min(shape) < 1:
             raise DecodeError("broken", f"an array {list(shape)}")
         _check_pixels(shape[1], shape[0], max_image_pixels)
+        _check_aspect(shape[1], shape[0])
         num_pixels, num_bytes = shape[0] * shape[1] * shape[2], len(data) - file.tell()
         if num_bytes != num_pixels:
             reason = "truncated" if num_bytes < num_pixels else "broken"
@@ -242,6 +247,7 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
             if data.startswith(_JPEG_MAGIC):
                 # Decoders work on whole blocks of 8 x 8 pixels.
                 _check_scans(data, -(-width // 8) * -(-height // 8) * 64, max_image_pixels)
+            _check_aspect(width, height)
             yield image
 
 
@@ -286,6 +292,11 @@ def _transparent(image: Image.Image) -> Image.Image | None:
 def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:
     if width * height > max_image_pixels:
         raise DecodeError("bomb", f"{width} x {height} pixels, allowed are {max_image_pixels}")
+
+
+def _check_aspect(width: int, height: int) -> None:
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise DecodeError("thin", f"{width} x {height} pixels")
 
 
 def _check_scans(jpeg: bytes, num_pixels: int, max_image_pixels: int) -> None:

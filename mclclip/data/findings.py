@@ -57,6 +57,8 @@ REASONS = {
     "linked_folder": "linked folders that lead out of the folder of the data, left out: name what "
     "they lead to with --allow-root",
     "missing_image": "images that are not in the folder, left out",
+    "unreadable": "files and folders that cannot be read (permissions, or a fault of their disk), "
+    "left out",
     "unsupported_extension": "images of kinds that Pillow does not read here, left out: convert "
     "them, such as to JPEG",
     "other_file": "files that are neither pictures nor texts beside pictures, left out",

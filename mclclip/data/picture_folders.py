@@ -10,6 +10,7 @@ import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,7 +26,7 @@ FILE_URL = "file://"
 def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
     """Yields the files below a folder in order, including linked folders that lie below ``roots``.
 
-    Other linked folders and hidden files are counted in the findings.
+    Other linked folders, hidden files and unreadable folders are counted in the findings.
     """
     base = os.path.realpath(folder)
     inside, seen = Roots(Path(base)), {base}
@@ -41,7 +42,10 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
             return True
         return False
 
-    for place, folders, names in os.walk(folder, followlinks=True):
+    def count_unreadable(error: OSError) -> None:
+        findings.add("unreadable", os.path.relpath(error.filename, folder))
+
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=count_unreadable):
         bad = [name for name in (*folders, *names) if not _is_text(name)]
         paths = (os.path.relpath(Path(place, name), folder) for name in bad)
         findings.add("bad_name", *(os.fsencode(path).decode(errors="replace") for path in paths))
@@ -115,7 +119,8 @@ def folder_format(folder: Path, roots: Roots) -> Format:
         for path in walk(folder, roots, Findings()):
             real = roots.real_path(path) if suffix_of(path) == "txt" else None
             if real is not None and real.is_file() and real.stat().st_size <= MAX_TEXT_BYTES:
-                yield real.read_bytes()
+                with suppress(OSError):  # it is counted where its caption is read
+                    yield real.read_bytes()
 
     form = form_of_texts(texts(), str(folder))
 
@@ -159,7 +164,7 @@ def _text_beside(
     except TextFault as fault:
         findings.add(fault.reason, f"the text of {name}")
     except OSError:
-        findings.add("missing_image", f"the text of {name}")
+        findings.add("unreadable", f"the text of {name}")
     return []
 
 

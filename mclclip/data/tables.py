@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from mclclip.data.findings import Findings
 from mclclip.data.hub_tables import open_split
 from mclclip.data.json_captions import json_format
 from mclclip.data.picture_folders import folder_format, walk
+from mclclip.data.shard_writer import image_extension
 from mclclip.data.table_files import find_files
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
@@ -243,7 +245,11 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
         if file.is_file():
             size = file.stat().st_size
             whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
-            inputs[os.path.relpath(file, root)] = digest_file(file) if whole else f"{size:,} bytes"
+            content = f"{size:,} bytes"
+            if whole:
+                with suppress(OSError):  # it may be unreadable, which is counted where it is packed
+                    content = digest_file(file)
+            inputs[os.path.relpath(file, root)] = content
     if len(inputs) > _FEW:
         return {f"{len(inputs):,} files": digest_json(sorted(inputs.items()))}
     return dict(sorted(inputs.items()))
@@ -275,13 +281,14 @@ def _image_column(
     if option is not None or table.fixed:
         return _check_column(path, table, option or (table.fixed or ("", ""))[0])
     stored = [name for name, value in table.columns.items() if is_stored(value)]
-    paths = [
-        name
-        for name in present_columns(table.columns, IMAGE_COLUMNS)
-        if isinstance(table.columns[name], str)
-    ]
+    named = present_columns(table.columns, IMAGE_COLUMNS)
+    paths = [name for name in named if isinstance(table.columns[name], str)]
     addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
-    candidates = stored or [name for name in paths if name not in addresses]
+    paths = [name for name in paths if name not in addresses]
+    # Bytes may be something else, such as a hash or a thumbnail of the picture that a name is of.
+    pictures = [name for name in stored if _may_be_picture(table.columns[name])]
+    sure = [name for name in pictures if name in named or isinstance(table.columns[name], dict)]
+    candidates = sure or [*paths, *pictures] or stored
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
@@ -305,6 +312,11 @@ def _image_column(
     if fits:
         raise ask(f"{missing}: name it", "--path-column", fits[0])
     raise ValueError(f"{missing}: name the column of names or of bytes with --path-column")
+
+
+def _may_be_picture(stored: Any) -> bool:
+    """Returns False for bytes that begin as no picture does; there may be none in the first row."""
+    return isinstance(stored, dict) or not stored or image_extension(stored) is not None
 
 
 def _describe(table: Format) -> str:

@@ -7,7 +7,6 @@ heavy is imported here, so that a misspelled name is refused before torch is loa
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import textwrap
 from functools import cache
@@ -86,7 +85,8 @@ def run(copy: Path | None = None) -> None:
     """Prints every recipe with its description. With ``copy``, writes recipes, launch scripts and
     SLURM scripts into that folder instead, in the folders that they have in the repository.
 
-    Raises ValueError if one of these files exists already, since the user may have edited it.
+    Raises ValueError if one of these files exists already with other content, since the user may
+    have edited it.
     """
     if copy is None:
         for name in recipe_names():
@@ -96,11 +96,14 @@ def run(copy: Path | None = None) -> None:
         raise ValueError(f"--copy {copy} is a file: give a folder")
     sources = sorted(source for pattern in _COPIED for source in _PACKAGE.glob(pattern))
     targets = [copy / source.relative_to(_PACKAGE) for source in sources]
-    if there := [target for target in targets if target.exists()]:
-        raise ValueError(f"{there[0]} exists: nothing is copied; give another folder to --copy")
-    for source, target in zip(sources, targets, strict=True):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+    from mclclip.util.files import write_bytes  # imports numpy, which help does without
+
+    texts = [source.read_bytes() for source in sources]
+    for target, text in zip(targets, texts, strict=True):
+        if target.exists() and target.read_bytes() != text:
+            raise ValueError(f"{target} exists: nothing is copied; give another folder to --copy")
+    for source, target, text in zip(sources, targets, texts, strict=True):
+        write_bytes(target, text)
         if source.suffix == ".sh":
             target.chmod(0o755)  # not every installer keeps scripts executable
     print(f"{len(targets)} files in {copy / 'launch'} and {copy / 'slurm'}")

@@ -33,9 +33,10 @@ Row = tuple[Result, Path | None]
 Pair = tuple[Row, Row]
 """The rows of two encoders in the same metric of a benchmark."""
 
-BASE, CONTROL, TWIN = "stage_0", "control_", "control_ungrouped_"
-"""The encoder that others are compared with; how names of controls begin; how the name of the
-ungrouped control of an encoder begins, such as ``control_ungrouped_stage_1``."""
+BASE, TWIN = "stage_0", "control_ungrouped_"
+"""The encoder that others are compared with; how the name of the ungrouped control of an encoder
+begins, such as ``control_ungrouped_stage_1``."""
+_IS_CONTROL = re.compile(r"(?:.*:)?control_[^:]*(?::\d+)?").fullmatch  # [RUN:]NAME[:WIDTH]
 
 
 def run(
@@ -162,14 +163,16 @@ def family(rows: Sequence[Row]) -> list[Pair]:
     If there is a share ``choose`` of held-out pictures, as after ``finetune``, the encoder that it
     chooses (``tuned``) is judged on all other benchmarks. Otherwise every encoder is that the run
     made (``is_of_run``). Each is compared with stage 0 and with its ungrouped control. Without
-    stage 0, as with several runs, all others except controls are compared with the first encoder.
+    stage 0, as with several runs, all others except controls are compared with the first encoder,
+    on all benchmarks but ``choose``.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     base, main = _base(names), _main(rows)
-    judged = [n for n in names if (is_of_run(n) if base == BASE else not n.startswith(CONTROL))]
-    if base == BASE and (choosing := [row for row, _ in main if row.benchmark == results.CHOOSE]):
-        best = tuned(rows)
-        judged = [] if best is None else [best]
+    judged = [n for n in names if (is_of_run(n) if base == BASE else not _IS_CONTROL(n))]
+    if choosing := [row for row, _ in main if row.benchmark == results.CHOOSE]:
+        if base == BASE:
+            best = tuned(rows)
+            judged = [] if best is None else [best]
         if len(choosing) < len(main):  # the chosen encoder's figures there are too good
             main = [(row, path) for row, path in main if row.benchmark != results.CHOOSE]
     pairs = [(name, base) for name in judged if name != base]

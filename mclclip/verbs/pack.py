@@ -378,7 +378,10 @@ def _read_image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple
         elif suffix_of(row.path) not in PICTURE_SUFFIXES:
             reason = "unsupported_extension"
         else:
-            data = file.read_bytes()
+            try:
+                data = file.read_bytes()
+            except OSError:
+                reason = "unreadable"
     # The first bytes say which format it is. If they do not, take the suffix: decoding will tell,
     # unless they are those of a phone's HEIC or of a page of the web.
     is_foreign = data[4:8] == b"ftyp" or data.lstrip()[:1] == b"<"

@@ -127,6 +127,21 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
     assert words[:3] == ["$", "mclclip", verb] and entry.parse_words(words[2:]).verb == verb
 
 
+@pytest.mark.parametrize(
+    ("words", "without_effect"),
+    [
+        ("export --to hf --model . --out x --stage 7", "--stage"),
+        ("export --to hf --model . --out x --config ucm", "--config"),
+        ("export --to hf --model . --out x export.precision=fp16", "export.precision=fp16"),
+        ("config --explain train.lr train.lr=1", "train.lr=1"),
+        ("doctor --versions a=b", "a=b"),
+    ],
+)
+def test_what_has_no_effect_is_refused(main: Any, words: str, without_effect: str) -> None:
+    shown = main(*words.split())
+    assert shown.code == 2 and f"leave out {without_effect}" in shown.err
+
+
 def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     wrong = [
         ("pack {}/a --out x", "SOURCE {}/a: there is no such file or folder"),
@@ -191,6 +206,9 @@ def test_recipes_are_listed_and_copied_with_the_scripts(main: Any, tmp_path: Pat
     wanted = [path for pattern in patterns for path in ROOT.glob(pattern)]
     assert copied == {str(path.relative_to(ROOT)) for path in wanted}
     assert os.access(tmp_path / "launch" / "local.sh", os.X_OK)
+    (tmp_path / "launch" / "common.sh").unlink()
+    assert main("recipes", "--copy", str(tmp_path)).code == 0  # as after a full disk
+    (tmp_path / "launch" / "common.sh").write_text("my own")
     again = main("recipes", "--copy", str(tmp_path))
     assert again.code == 2 and "exists: nothing is copied" in again.err
 

@@ -266,6 +266,19 @@ def test_several_runs_have_their_names_before(run_dir: Path, tmp_path: Path) -> 
     assert found.difference.items == 16 and found.verdict == "better"
 
 
+def test_of_several_runs_neither_controls_nor_the_share_to_choose_by_are_judged(
+    tmp_path: Path,
+) -> None:
+    names = ("stage_0", "stage_1", TWIN, f"{TWIN}:64", "control_random_groups_stage_1")
+    for folder in ("control_a", "b"):
+        tuned(tmp_path / folder, {name: (20, 30) for name in names})
+    found = compare.run([tmp_path / "control_a", tmp_path / "b"])
+    assert [(c.row.benchmark, c.row.model, c.against.model) for c in found] == [
+        ("report", name, "control_a:stage_0")
+        for name in ("control_a:stage_1", "b:stage_0", "b:stage_1")
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 from mclclip import config
+from mclclip.data import tables
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Manifest, read_manifest
 from mclclip.util.remake import Remake
@@ -486,3 +488,34 @@ def test_what_is_refused_does_not_wait_for_torch(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=False)
     assert done.returncode == 7
+
+
+def test_what_cannot_be_read_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files of another user, or a faulty disk: here the functions that read refuse."""
+    photos = tmp_path / "photos"
+    for name in ("a", "b", "sub/c", "sub/d"):
+        (photos / name).parent.mkdir(parents=True, exist_ok=True)
+        (photos / f"{name}.jpg").write_bytes(b"\xff\xd8\xff a picture")
+        (photos / f"{name}.txt").write_text(name)
+    read, scan, digest = Path.read_bytes, os.scandir, tables.digest_file
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "a.jpg":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    def scandir(folder: str) -> Any:
+        if str(folder).endswith("sub"):
+            raise OSError(5, "Input/output error", str(folder))
+        return scan(folder)
+
+    def digest_file(path: Path) -> str:
+        return digest(path) if path.name != "a.jpg" else read_bytes(path).hex()
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(tables, "digest_file", digest_file)
+    monkeypatch.setattr(os, "scandir", scandir)
+    counts = pack(photos, tmp_path / "out").counts
+    assert counts["samples"] == 1
+    findings = {reason: entry["examples"] for reason, entry in counts["findings"].items()}
+    assert findings == {"unreadable": ["sub", "a.jpg"]}

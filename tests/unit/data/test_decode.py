@@ -186,6 +186,15 @@ def test_bomb_is_refused_from_the_header() -> None:
     assert reason(data, limit=99) == "bomb"
 
 
+@pytest.mark.parametrize("size", [(1, 401), (401, 1), (2, 900)])
+def test_what_is_too_thin_to_be_enlarged_is_refused(size: tuple[int, int]) -> None:
+    """It would have hundreds of millions of pixels before its middle is cut out."""
+    assert reason(encode(pattern(*size), "PNG")) == "thin"
+    longest = size[0] * 400 if size[0] < size[1] else 400 // size[1]
+    near = (size[0], longest) if size[0] < size[1] else (longest * size[1], size[1])
+    assert decode_image(encode(pattern(*near), "PNG"), LIMIT).size == near[::-1]
+
+
 def many_scans(width: int, height: int, num_scans: int) -> bytes:
     """A grey progressive JPEG with further scans, of ten bytes each, that refine nothing."""
     data = encode(Image.new("L", (8, 8), 128), "JPEG", progressive=True)

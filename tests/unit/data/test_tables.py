@@ -316,6 +316,19 @@ def test_rows_of_bytes_keep_further_columns(tmp_path: Path, photos: Path) -> Non
     assert [fact["image"] for fact in facts] == [*TEXTS]
 
 
+def test_other_bytes_beside_names_of_pictures(tmp_path: Path, photos: Path) -> None:
+    """A hash is no picture; of a thumbnail and a name the user chooses."""
+    names, data = [*TEXTS], [(photos / name).read_bytes() for name in TEXTS]
+    columns = {"image": names, "caption": names, "md5": [bytes(16)] * len(names)}
+    hashes = parquet(photos / "hashes.parquet", pa.table(columns))
+    pack(photos, tmp_path / "out", captions=hashes)
+    assert packed(tmp_path / "out") == dict(zip(data, ([name] for name in names), strict=True))
+    thumbnails = parquet(photos / "thumbs.parquet", pa.table(columns | {"thumbnail": data[::-1]}))
+    with pytest.raises(ValueError, match="'image' and 'thumbnail', choose one") as caught:
+        pack(photos, tmp_path / "other", captions=thumbnails)
+    assert "--path-column image" in str(caught.value)
+
+
 def hub_splits(at: Path, photos: Path) -> Path:
     for split in ("test", "train"):
         parquet(at / f"hub/data/{split}-00000-of-00001.parquet", hub_table(photos))
