@@ -281,13 +281,13 @@ def _image_column(
     if option is not None or table.fixed:
         return _check_column(path, table, option or (table.fixed or ("", ""))[0])
     stored = [name for name, value in table.columns.items() if is_stored(value)]
-    named = present_columns(table.columns, IMAGE_COLUMNS)
-    paths = [name for name in named if isinstance(table.columns[name], str)]
+    usual = present_columns(table.columns, IMAGE_COLUMNS)
+    paths = [name for name in usual if isinstance(table.columns[name], str)]
     addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
     paths = [name for name in paths if name not in addresses]
     # Bytes may be something else, such as a hash or a thumbnail of the picture that a name is of.
     pictures = [name for name in stored if _may_be_picture(table.columns[name])]
-    sure = [name for name in pictures if name in named or isinstance(table.columns[name], dict)]
+    sure = [name for name in pictures if name in usual or isinstance(table.columns[name], dict)]
     candidates = sure or [*paths, *pictures] or stored
     if len(candidates) == 1:
         return candidates[0]

@@ -164,6 +164,11 @@ def line_of(error: BaseException) -> str:
             f"too many files are open (a process may open {now} here): {more}, or lower "
             "data.max_open_files or data.num_workers; the same command goes on from what is saved"
         )
+    if isinstance(error, PermissionError) and error.filename is not None:
+        line = (
+            f"{error.filename} may not be read or written by this user: change the permissions "
+            f"of it or of {os.path.dirname(str(error.filename)) or '.'}, or name another folder"
+        )
     if isinstance(error, MemoryError):
         line = (
             f"memory ran out ({line or 'no more could be had'}): end other programs, lower "

@@ -83,3 +83,9 @@ def test_too_many_open_files_say_which_limit_to_raise(
         line = line_of(error)
         assert remedy in line and "data.max_open_files" in line and "\n" not in line, line
     assert "too many files" not in line_of(OSError(errno.ENOENT, "No such file", "/data/0.tar"))
+
+
+def test_what_may_not_be_read_is_a_line_without_a_number() -> None:
+    line = failures.line_of(PermissionError(13, "Permission denied", "/data/out/0.tar"))
+    assert "/data/out/0.tar" in line and "Errno" not in line and "permissions" in line
+    assert failures.is_for_the_user(PermissionError(13, "Permission denied", "/data/out/0.tar"))
