@@ -238,15 +238,18 @@ def rank_queries(
     (``ranks_with_ties``).
 
     Similarities are float64 sums, rounded to float32, so that equal features tie exactly. The ranks
-    of ``context`` share the queries; each holds a few blocks of ``chunk_bytes``.
+    of ``context`` share the queries; each holds a few blocks of ``chunk_bytes``, and the candidates
+    in float64.
     """
     step = max(1, chunk_bytes // (4 * len(candidates)))
+    right = torch.from_numpy(candidates).to(context.device, torch.float64).T
 
     def of_share(share: slice) -> IntArray:
         ranks = np.empty((2, share.stop - share.start), dtype=np.int64)
         for start in range(share.start, share.stop, step):
             chunk = slice(start, min(start + step, share.stop))
-            near = similarity(queries[chunk], candidates, context.device)
+            left = torch.from_numpy(queries[chunk]).to(context.device, torch.float64)
+            near = (left @ right).float().cpu().numpy()
             is_right = query_image[chunk, None] == candidate_image
             ranks[:, start - share.start : chunk.stop - share.start] = ranks_with_ties(
                 near, is_right

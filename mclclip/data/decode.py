@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,7 +209,7 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     Type and size are checked in the header (of numpy's versions 1 and 2) before any pixel is read;
     nothing is ever unpickled. Raises `DecodeError`, for another type or shape ``unsupported``.
     """
-    with warnings.catch_warnings(action="ignore"), _as_decode_error():
+    with _quiet_warnings(), _as_decode_error():
         file = io.BytesIO(data)
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -238,7 +239,7 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
         raise DecodeError("empty", "zero bytes")
     if data.startswith(LFS_POINTER):
         raise DecodeError("lfs_pointer", "run 'git lfs pull' in its repository")
-    with warnings.catch_warnings(action="ignore"), _as_decode_error():
+    with _quiet_warnings(), _as_decode_error():
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width < 1 or height < 1:
@@ -377,3 +378,32 @@ def _as_decode_error() -> Iterator[None]:
             word in lowered for word in ("truncated", "not enough", "end of file")
         )
         raise DecodeError("truncated" if cut else "broken", text) from error
+
+
+_lock = threading.Lock()
+_num_decoding = 0
+_saved_warnings: warnings.catch_warnings[None] | None = None
+
+
+@contextmanager
+def _quiet_warnings() -> Iterator[None]:
+    """Ignores PIL's warnings about large, palette and damaged images, which are handled here.
+
+    It counts the running decodes of all threads, since `warnings.catch_warnings` is not
+    thread-safe: two overlapping uses may turn warnings off for the rest of the program.
+    """
+    global _num_decoding, _saved_warnings
+    with _lock:
+        if _num_decoding == 0:
+            _saved_warnings = warnings.catch_warnings()
+            _saved_warnings.__enter__()
+            warnings.simplefilter("ignore")
+        _num_decoding += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_decoding -= 1
+            if _num_decoding == 0 and _saved_warnings is not None:
+                _saved_warnings.__exit__(None, None, None)
+                _saved_warnings = None

@@ -5,6 +5,7 @@ Every file in it is a picture, the text of a picture, or is counted in the findi
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import unicodedata
@@ -21,6 +22,8 @@ from mclclip.data.table_formats import Format, Rows
 from mclclip.util.files import Roots, read_bounded
 
 FILE_URL = "file://"
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
+"""Numbers of errors of one file or folder, which too many open files are not."""
 
 
 def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
@@ -43,6 +46,8 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
         return False
 
     def count_unreadable(error: OSError) -> None:
+        if error.errno not in UNREADABLE:
+            raise error
         findings.add("unreadable", os.path.relpath(error.filename, folder))
 
     for place, folders, names in os.walk(folder, followlinks=True, onerror=count_unreadable):

@@ -286,9 +286,9 @@ def _image_column(
     addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
     paths = [name for name in paths if name not in addresses]
     # Bytes may be something else, such as a hash or a thumbnail of the picture that a name is of.
-    pictures = [name for name in stored if _may_be_picture(table.columns[name])]
-    sure = [name for name in pictures if name in usual or isinstance(table.columns[name], dict)]
-    candidates = sure or [*paths, *pictures] or stored
+    sure = [name for name in stored if name in usual or isinstance(table.columns[name], dict)]
+    others = [n for n in stored if n not in sure and _may_be_picture(table.columns[n])]
+    candidates = sure or [*paths, *others] or stored
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
@@ -314,9 +314,9 @@ def _image_column(
     raise ValueError(f"{missing}: name the column of names or of bytes with --path-column")
 
 
-def _may_be_picture(stored: Any) -> bool:
+def _may_be_picture(stored: bytes) -> bool:
     """Returns False for bytes that begin as no picture does; there may be none in the first row."""
-    return isinstance(stored, dict) or not stored or image_extension(stored) is not None
+    return not stored or image_extension(stored) is not None
 
 
 def _describe(table: Format) -> str:

@@ -14,6 +14,7 @@ failure there. The line has a fixed length, so that it can be overwritten on a f
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -70,10 +71,14 @@ class Lock:
 
     def free(self) -> None:
         """Removes the file and frees the lock."""
-        if self._is_named():  # else it was removed by hand
-            self.path.unlink()
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked processes have it open too
-        os.close(self._descriptor)
+        try:
+            if self._is_named():  # else it was removed by hand
+                self.path.unlink(missing_ok=True)
+        except OSError as error:  # its disk is gone: what the caller did is told, not this
+            log.warning("%s cannot be removed: %s", self.path, error)
+        finally:
+            _held.discard(self)
+            os.close(self._descriptor)
 
     def __enter__(self) -> Lock:
         self.take()
@@ -93,16 +98,28 @@ class Lock:
         try:
             is_free = _lock(self._descriptor, self.path.parent) and self._is_named()
             if is_free:
-                owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": now()}
-                with with_path_in_errors(self.path):
-                    os.ftruncate(self._descriptor, 0)
-                    os.pwrite(self._descriptor, json.dumps(owner).encode() + b"\n", 0)
+                self._sign()
         except BaseException:
             os.close(self._descriptor)
             raise
         if not is_free:
             os.close(self._descriptor)
         return is_free
+
+    def _sign(self) -> None:
+        """Writes who holds the lock. Warns if a process on another host has not removed it."""
+        before, host = self._read_owner().get("host", ""), socket.gethostname()
+        if before not in ("", host):
+            log.warning(
+                "%s was held by a process on %s, which did not end by itself. If it still runs, "
+                "stop one of both: the locks of this file system count on one host only (on Lustre "
+                "mount with flock, not localflock)", self.path, before,
+            )  # fmt: skip
+        owner = {"host": host, "pid": os.getpid(), "started": now()}
+        with with_path_in_errors(self.path):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(owner).encode() + b"\n", 0)
+        _held.add(self)
 
     def _is_named(self) -> bool:
         """Returns True if the open file is still the one at ``path``: its last owner removes it."""
@@ -121,13 +138,27 @@ class Lock:
         return owner if isinstance(owner, dict) else {}
 
 
+_held: set[Lock] = set()
+
+
+def _leave_to_parent() -> None:
+    """Closes the locks in a forked process: they end with the process that took them."""
+    for lock in _held:
+        os.close(lock._descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _lock(descriptor: int, folder: Path) -> bool:
     """Locks an open file in ``folder``; returns False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     except OSError as error:
+        # A network file system may say that it is not permitted, or that the file was removed.
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.ESTALE):
+            return False
         raise RuntimeError(
             f"the file system of {folder} does not lock files ({error.strerror}): mount it with "
             "flock, or use another folder ('mclclip doctor --path DIR' checks it)"

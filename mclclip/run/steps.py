@@ -71,7 +71,7 @@ class Step(ABC, Generic[How]):
         """Writes the artifact's files; resumes those of an earlier call that was killed.
 
         Call ``out.begin()`` before the first file: it returns the directory, made ready. An error
-        before that call leaves the disk as it was.
+        before that call leaves the artifact as it was.
         """
 
 
@@ -124,8 +124,12 @@ def make_artifact(
     def make_alone() -> Manifest:
         """Makes an artifact that lies in no run directory, whose lock would keep others out."""
         with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0):
-            artifact = find_artifact(step, directory, how, force)  # it may have waited
-            return artifact.manifest or _make(step, artifact, how)
+            # It may have waited for a process that has made it.
+            now = Artifact.open(
+                directory, kind=artifact.kind, config=artifact.config, inputs=artifact.inputs,
+                force=force, write=False,
+            )  # fmt: skip
+            return now.manifest or _make(step, now, how)
 
     return collectives.on_main(make_alone)
 

@@ -30,7 +30,7 @@ from mclclip.data.decode import (
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
-from mclclip.data.picture_folders import explain_missing, find_pictures
+from mclclip.data.picture_folders import UNREADABLE, explain_missing, find_pictures
 from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
@@ -268,10 +268,12 @@ def _force_for_arrived(
     if table.holds_images or os.path.isdir(table.path) or not is_finished(out):
         return force
     findings = read_manifest(out, Shards.kind).counts["findings"]
-    if not (missing := int(findings.get("missing_image", {"count": 0})["count"])):
+    counts = (findings.get(reason, {"count": 0}) for reason in ("missing_image", "unreadable"))
+    if not (missing := sum(int(entry["count"]) for entry in counts)):
         return force
     rows, _ = _join_rows(table, Roots(table.root, *allow_roots), ask, Findings())
-    arrived = missing - sum(not isfile(table.root / row.path) for row in rows)
+    paths = (table.root / row.path for row in rows)
+    arrived = missing - sum(not (isfile(path) and os.access(path, os.R_OK)) for path in paths)
     if arrived > 0 and force is Remake.NOTHING:
         log.warning(
             "pack: %d pictures that were missing are there now, and not in %s: --force packs all "
@@ -380,7 +382,9 @@ def _read_image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple
         else:
             try:
                 data = file.read_bytes()
-            except OSError:
+            except OSError as error:
+                if error.errno not in UNREADABLE:
+                    raise
                 reason = "unreadable"
     # The first bytes say which format it is. If they do not, take the suffix: decoding will tell,
     # unless they are those of a phone's HEIC or of a page of the web.

@@ -34,13 +34,9 @@ def begun(based: tuple[Path, Path], tmp_path: Path) -> list[object]:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Digests of all files, except the guard of the lock and the recorded state."""
+    """Digests of all files, except the recorded state."""
     digests = tiny.digests(folder, "**/*")
-    return {
-        name: digest
-        for name, digest in digests.items()
-        if not name.endswith((".guard", "run_state.json"))
-    }
+    return {name: digest for name, digest in digests.items() if not name.endswith("run_state.json")}
 
 
 def assert_refused(finished: Finished, *words: str) -> None:

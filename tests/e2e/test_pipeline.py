@@ -64,7 +64,7 @@ def files(run_dir: Path) -> dict[str, str]:
     return {
         name: digest
         for name, digest in tiny.digests(run_dir, "**/*").items()
-        if not name.endswith((".lock", ".guard", "run_state.json"))
+        if not name.endswith((".lock", "run_state.json"))
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 import warnings
 import zlib
 from collections.abc import Callable
@@ -279,7 +280,14 @@ def test_warnings_neither_leak_nor_are_switched_off_for_the_program() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         inside = list(warnings.filters)
-        decode_image(palette, LIMIT)
+        threads = [
+            threading.Thread(target=lambda: [decode_image(palette, LIMIT) for _ in range(50)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         assert caught == []
         assert warnings.filters == inside
         warnings.warn("mine", stacklevel=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -180,6 +181,68 @@ def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
             go(process)
             time.sleep(0.5)
         assert said(process) == "holding"
+
+
+def test_a_file_that_is_removed_as_it_is_taken_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner frees it between the opening and the locking, and another process takes it."""
+    path, flock, files = tmp_path / "lock", fcntl.flock, []
+
+    def replace(descriptor: int, how: int) -> None:
+        if not files:
+            path.unlink()
+            files.append(path.open("w"))
+            flock(files[0], fcntl.LOCK_EX)
+        flock(descriptor, how)
+
+    monkeypatch.setattr("mclclip.run.lock.fcntl.flock", replace)
+    with pytest.raises(RuntimeError, match="in use by"):
+        Lock(path, wait_s=0.0).take()
+    files[0].close()
+    with Lock(path, wait_s=0.0) as lock:
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert not lock.path.exists()
+
+
+def test_a_lock_is_free_once_its_owner_has_died_though_a_forked_process_lives(
+    tmp_path: Path,
+) -> None:
+    code = """
+import os, sys, time
+from mclclip.run.lock import RunLock
+RunLock(sys.argv[1]).take()
+if os.fork() == 0:
+    time.sleep(120)
+    os._exit(0)
+print("holding", flush=True)
+time.sleep(120)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert said(process) == "holding"
+    try:
+        refused(tmp_path)
+        process.kill()
+        process.wait()
+        with RunLock(tmp_path, wait_s=0.0):
+            pass
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_lock_that_another_host_did_not_free_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run.lock").write_text('{"host": "elsewhere", "pid": 1, "started": "2026-01-01"}')
+    with RunLock(tmp_path, wait_s=0.0):
+        assert "elsewhere" in caplog.text
+    caplog.clear()
+    with RunLock(tmp_path, wait_s=0.0):
+        assert not caplog.messages
 
 
 def test_of_many_that_take_and_free_it_one_at_a_time_has_it(tmp_path: Path) -> None:
