@@ -33,9 +33,9 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_892,
-    "functions": 2_765,
-    "functions of two lines or fewer": 775,
+    "lines": 32_995,
+    "functions": 2_771,
+    "functions of two lines or fewer": 777,
     "classes": 339,
     "dataclasses": 185,
     "options": 193,
@@ -43,7 +43,7 @@ CEILINGS = {
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 103,
-    "lines of tests": 52_742,
+    "lines of tests": 52_811,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
