@@ -39,6 +39,7 @@ PART_READ = {
     "no_attribute", "large_caption",
 }  # fmt: skip
 ELSEWHERE = {
+    "unreadable": "unit/test_pack.py",
     # Reasons of filters, of damaged tars and of sizes that no small case reaches.
     "subset": "unit/data/test_shard_filter.py", "no_uid": "unit/data/test_shard_filter.py",
     "no_attribute": "unit/data/test_attributes.py", "no_field": "unit/data/test_caption_fields.py",

@@ -149,7 +149,7 @@ def test_class_folders(tmp_path: Path) -> None:
 
 
 def test_a_narrow_picture_is_not_blown_up(tmp_path: Path) -> None:
-    """With the shorter side at 224 pixels it would have 1.4 billion."""
-    Image.new("RGB", (1, 30_000)).save(tmp_path / "narrow.png")
-    with pytest.raises(ValueError, match=r"narrow\.png .*size 224"):
-        sources.file_sample(0, tmp_path / "narrow.png", {}, size=224)
+    """With the shorter side at 1,000 pixels it would have 400 million."""
+    Image.new("RGB", (1, 400)).save(tmp_path / "narrow.png")
+    with pytest.raises(ValueError, match=r"narrow\.png .*size 1000"):
+        sources.file_sample(0, tmp_path / "narrow.png", {}, size=1000)
