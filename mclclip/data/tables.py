@@ -287,7 +287,8 @@ def _image_column(
     paths = [name for name in paths if name not in addresses]
     # Bytes may be something else, such as a hash or a thumbnail of the picture that a name is of.
     sure = [name for name in stored if name in usual or isinstance(table.columns[name], dict)]
-    others = [n for n in stored if n not in sure and _may_be_picture(table.columns[n])]
+    others = [name for name in stored if name not in sure]
+    others = [n for n in others if not table.columns[n] or image_extension(table.columns[n])]
     candidates = sure or [*paths, *others] or stored
     if len(candidates) == 1:
         return candidates[0]
@@ -312,11 +313,6 @@ def _image_column(
     if fits:
         raise ask(f"{missing}: name it", "--path-column", fits[0])
     raise ValueError(f"{missing}: name the column of names or of bytes with --path-column")
-
-
-def _may_be_picture(stored: bytes) -> bool:
-    """Returns False for bytes that begin as no picture does; there may be none in the first row."""
-    return not stored or image_extension(stored) is not None
 
 
 def _describe(table: Format) -> str:

@@ -125,11 +125,11 @@ def make_artifact(
         """Makes an artifact that lies in no run directory, whose lock would keep others out."""
         with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0):
             # It may have waited for a process that has made it.
-            now = Artifact.open(
+            current = Artifact.open(
                 directory, kind=artifact.kind, config=artifact.config, inputs=artifact.inputs,
                 force=force, write=False,
             )  # fmt: skip
-            return now.manifest or _make(step, now, how)
+            return current.manifest or _make(step, current, how)
 
     return collectives.on_main(make_alone)
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -243,30 +242,6 @@ def test_a_lock_that_another_host_did_not_free_is_taken_with_a_warning(
     caplog.clear()
     with RunLock(tmp_path, wait_s=0.0):
         assert not caplog.messages
-
-
-def test_of_many_that_take_and_free_it_one_at_a_time_has_it(tmp_path: Path) -> None:
-    """Its file is removed by who frees it, while others have it open."""
-    num_inside, most, failures = 0, 0, []
-
-    def work() -> None:
-        nonlocal num_inside, most
-        for _ in range(20):
-            try:
-                with Lock(tmp_path / "lock", wait_s=120.0):
-                    num_inside += 1
-                    most = max(most, num_inside)
-                    time.sleep(0.001)
-                    num_inside -= 1
-            except RuntimeError as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1 and not failures and not (tmp_path / "lock").exists()
 
 
 # --- the recorded state -----------------------------------------------------------------------
