@@ -35,7 +35,8 @@ _STATE_BYTES, _MAX_REASON = 2048, 1000  # length of the line in bytes; character
 
 
 class Lock:
-    """A context manager that holds the file ``path``: one process at a time writes beside it.
+    """A context manager that holds the file ``path``: one process at a time writes to ``place``,
+    by default the folder of that file.
 
     The lock is the file system's (flock): the kernel frees it when the process ends, however it
     ends. The file names its owner, with host, pid and time, and is removed when the lock is freed.
@@ -46,8 +47,16 @@ class Lock:
     the owner is on another host, `take` waits for ``lease_s`` seconds at least.
     """
 
-    def __init__(self, path: Path, *, wait_s: float = 10.0, lease_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        wait_s: float = 10.0,
+        lease_s: float = 120.0,
+        place: Path | None = None,
+    ) -> None:
         self.path, self.wait_s, self.lease_s = path, wait_s, lease_s
+        self.place = place or path.parent
         self._descriptor = -1
 
     def take(self) -> None:
@@ -61,8 +70,8 @@ class Lock:
             who = f"process {pid} on {host}, started {started}"
             if time.monotonic() - start_s >= limit_s:
                 raise RuntimeError(
-                    f"{self.path.parent} is in use by {who}, which holds {self.path.name}: one "
-                    "process writes there at a time. Wait for it, stop it, or use another folder"
+                    f"{self.place} is in use by {who}, which holds {self.path}: one process writes "
+                    "there at a time. Wait for it, stop it, or use another folder"
                 )
             if is_elsewhere and not is_waiting:
                 is_waiting = True

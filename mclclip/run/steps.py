@@ -123,7 +123,7 @@ def make_artifact(
 
     def make_alone() -> Manifest:
         """Makes an artifact that lies in no run directory, whose lock would keep others out."""
-        with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0):
+        with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0, place=directory):
             # It may have waited for a process that has made it.
             current = Artifact.open(
                 directory, kind=artifact.kind, config=artifact.config, inputs=artifact.inputs,

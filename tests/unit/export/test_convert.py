@@ -125,7 +125,7 @@ def test_two_conversions_into_one_folder_are_refused(tmp_path: Path) -> None:
     source = exported(tmp_path / "own")
     with (
         Lock(tmp_path / ".hf.lock"),
-        pytest.raises(RuntimeError, match=f"in use by process {os.getpid()} on"),
+        pytest.raises(RuntimeError, match=f"/hf is in use by process {os.getpid()} on"),
     ):
         convert.run("hf", source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
