@@ -18,7 +18,7 @@ from mclclip.data.epoch_plan import (
     steps_per_epoch,
     total_steps,
 )
-from mclclip.data.groups import GroupSizes, LabelBlocks
+from mclclip.data.groups import GroupSizes, group_samples
 from mclclip.data.labels import SampleWeights, label_space, read_pseudo_labels
 from mclclip.data.options import Policy
 from mclclip.data.sample_index import SampleIndex
@@ -166,7 +166,7 @@ def _grouped_on_disk(
         labels, radices, _ = read_pseudo_labels(directory, index)
         if variant != "mcl" and (len(index.bad_ids()) or weights is not None):
             return None
-    return LabelBlocks(labels, radices, left_out, weights=weights).sizes()
+    return group_samples(labels, radices, left_out, weights)
 
 
 # --- what an epoch makes of its groups ----------------------------------------------------------

@@ -41,7 +41,7 @@ from webdataset.writer import TarWriter
 from mclclip.config import Config
 from mclclip.data.arrays import npy_header
 from mclclip.data.bytes import BadSample, Bytes, RawSample
-from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
+from mclclip.data.groups import GroupedIndex, StageGroups, group_samples
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import KIND, TABLE, Locations, copied_of, shard_name
@@ -160,21 +160,20 @@ class Relocated(Step[Relocation]):
         written_shards = [] if is_finished(directory) else directory.glob("*.tar")
         advice = "name another disk in relocate.folder"
         files.check_room(directory, needed, written_shards, "the copy", advice)
-        blocks = LabelBlocks(labels, radices)
-        sizes = blocks.sizes()
-        if not sizes.num_samples:
+        grouped = group_samples(labels, radices)
+        if not grouped.num_samples:
             raise ValueError(
                 f"no sample has a pseudo label of stage {self.stage}: there is nothing to copy"
             )
         groups = StageGroups(out.begin() / _GROUPS)
         if not groups.is_written:
-            groups.write(blocks, sizes, np.zeros(0, np.int64))
+            groups.write(grouped, np.zeros(0, np.int64))
         of = Copies(
             index.directory, index.digest, groups.directory, directory,
             self.samples_per_shard, data.max_open_files, data.remote,
         )  # fmt: skip
         GroupedIndex.open(groups.directory, "relocate")  # checks the one of a killed call
-        return of, -(-sizes.num_samples // of.samples_per_shard)
+        return of, -(-grouped.num_samples // of.samples_per_shard)
 
 
 def _remove_notes(directory: Path) -> None:

@@ -20,7 +20,7 @@ from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import total_steps
 from mclclip.data.extras import directory_of, embeddings_of
-from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
+from mclclip.data.groups import GroupedIndex, StageGroups, group_samples
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.data.sample_index import SampleIndex
@@ -220,13 +220,13 @@ def _write_groups(
     """Begins the artifact and writes the grouped index into it, unless it is there. If the groups
     do not fit the batch, raises ValueError before anything is written."""
     bad_ids = training.index.bad_ids()
-    blocks = None if groups.is_written else _group_samples(training, bad_ids)
+    grouped = None if groups.is_written else _group_samples(training, bad_ids)
     if out.force is not Remake.NOTHING and groups.damage() is not None:
         move_aside(training.directory)
     out.begin()
     _report_samples(training, inputs)
     if not groups.is_written:  # ``begin`` may have moved the old ones aside
-        groups.write(*(blocks or _group_samples(training, bad_ids)), bad_ids)
+        groups.write(grouped or _group_samples(training, bad_ids), bad_ids)
 
 
 def _report_samples(training: StageTraining, inputs: TrainingInputs) -> None:
@@ -277,9 +277,9 @@ def _count_steps_of_mcl(training: StageTraining) -> int:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _group_samples(training: StageTraining, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
-    """Returns the labels of the samples that this training draws, in blocks, and the sizes of the
-    groups; logs the coverage. Raises ValueError if the groups do not fit the batch."""
+def _group_samples(training: StageTraining, bad_ids: np.ndarray) -> GroupedIndex:
+    """Sorts the samples that this training draws into groups; logs the coverage. Raises ValueError
+    if the groups do not fit the batch."""
     left_out = reduce(np.union1d, training.left_out.values(), np.zeros(0, np.int64))
     labels, radices = np.broadcast_to(np.int64(0), len(training.index)), tuple[int, ...]()
     if training.reads_groups:
@@ -291,7 +291,7 @@ def _group_samples(training: StageTraining, bad_ids: np.ndarray) -> tuple[LabelB
         if training.weights is not None:  # each group keeps its number of drawn samples
             labels[training.weights.units(np.arange(len(labels))) == 0] = -1
         labels = permute_labels(labels, training.config.seed, training.stage)
-    blocks = LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=training.weights)
-    sizes = blocks.sizes()
-    check_coverage(sizes, training.options.global_batch, training.options.plan.policy)
-    return blocks, sizes
+    left_out = np.union1d(left_out, bad_ids)
+    grouped = group_samples(labels, radices, left_out, training.weights)
+    check_coverage(grouped, training.options.global_batch, training.options.plan.policy)
+    return grouped

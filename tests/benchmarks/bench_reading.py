@@ -35,13 +35,14 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip.config import from_tree
 from mclclip.data.batches import TrainingBatches
+from mclclip.data.groups import group_samples
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.verbs import index, make_dataset, pack
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 from tests.benchmarks import peers, pixels, timing
 
 BATCH = 32
@@ -68,7 +69,7 @@ class Reading:
     def _training_batches(self) -> TrainingBatches:
         return training_batches(
             index=self.index,
-            grouped=grouped_index(np.zeros(len(self.index), np.int64), ()),
+            grouped=group_samples(np.zeros(len(self.index), np.int64), ()),
             transform=self.transform,
             tokenizer=self.tokenizer,
             global_batch=BATCH,

@@ -28,6 +28,7 @@ import numpy as np
 from mclclip.config import Config, from_tree
 from mclclip.data.bytes import Bytes
 from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.groups import group_samples
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import Locations
 from mclclip.data.options import DataConfig
@@ -37,7 +38,6 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.util.remake import Remake
 from mclclip.verbs import index, relocate
-from tests.batches import grouped_index
 from tests.benchmarks import memory, timing
 
 _PER_SHARD, _GROUPS, _FORGET = 1000, 10, Path("/proc/sys/vm/drop_caches")
@@ -63,6 +63,7 @@ http {{
 }}
 """
 _PROXY = """
+from mclclip.data.groups import group_samples
 import asyncio, sys
 port, to, latency_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
@@ -153,7 +154,7 @@ def reader(
     samples = SampleIndex.open(layout.index)
     labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(1), samples)
     plan = EpochPlan(
-        grouped_index(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
+        group_samples(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
     )  # fmt: skip
     found = None if copies is None else Locations.open(copies, samples, url, remote)
     samples_read = Bytes(samples, DataConfig(remote=remote), found)

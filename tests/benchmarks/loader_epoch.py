@@ -27,9 +27,10 @@ import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
+from mclclip.data.groups import group_samples
 from mclclip.models.tokenizer import WordEncoder
 from mclclip.models.transforms import fast_transform
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 
 MAX_PIXELS = 100_000_000
 
@@ -41,7 +42,7 @@ def ours(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterable[Any]
     index = SampleIndex.open(Path(given["index"]))
     batches = training_batches(
         index=index,
-        grouped=grouped_index(np.zeros(len(index), np.int64), ()),
+        grouped=group_samples(np.zeros(len(index), np.int64), ()),
         transform=transform,
         tokenizer=tokenizer,
         global_batch=given["batch"],

@@ -14,7 +14,7 @@ from PIL import Image
 from mclclip import config as configuration
 from mclclip.data import remote
 from mclclip.data.batches import Batch
-from mclclip.data.groups import LabelBlocks, StageGroups
+from mclclip.data.groups import StageGroups, group_samples
 from mclclip.data.loader import Loader
 from mclclip.ranks.process_group import SINGLE
 from mclclip.verbs import index
@@ -54,8 +54,8 @@ def test_reading_ahead_asks_for_one_batch_more_per_worker(
 ) -> None:
     """Another guess of the next batch than the right one would ask for every batch twice."""
     samples = index.run(configuration.load(config(tmp_path, server)), SINGLE)
-    blocks, groups = LabelBlocks(np.zeros(len(samples), np.int64), ()), StageGroups(tmp_path / "g")
-    groups.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
+    groups = StageGroups(tmp_path / "g")
+    groups.write(group_samples(np.zeros(len(samples), np.int64), ()), np.zeros(0, np.int64))
     batches = training_batches(
         index=samples, grouped=groups.read()[0],
         transform=_tensor, global_batch=16, policy="backoff",

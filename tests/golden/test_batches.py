@@ -18,8 +18,7 @@ import numpy as np
 
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex
-from tests.batches import grouped_index
+from mclclip.data.groups import GroupedIndex, group_samples
 from tests.unit.data.test_batches import LABELS, RADICES, augment, make, make_index, plain
 
 RECORDED = Path(__file__).with_name("batches.json")
@@ -36,9 +35,9 @@ def _groups() -> dict[str, tuple[GroupedIndex, int]]:
     deep[random.random(400) < 0.05] = -1
     stuck = np.repeat([0, 1, 3], [16, 3, 2])
     return {
-        "one": (grouped_index(np.zeros(103, int), ()), 10),
-        "deep": (grouped_index(deep, (3, 2, 2)), 16),
-        "stuck": (grouped_index(stuck, (2, 2)), 8),
+        "one": (group_samples(np.zeros(103, int), ()), 10),
+        "deep": (group_samples(deep, (3, 2, 2)), 16),
+        "stuck": (group_samples(stuck, (2, 2)), 8),
     }
 
 
@@ -64,7 +63,7 @@ def batch_digests(directory: Path) -> Iterator[tuple[str, str]]:
     for policy, transform in (("backoff", augment), ("mask", augment), ("wrap", plain)):
         batches = make(index, policy=policy, transform=transform, order="proportional")
         yield f"batches {policy}", _of_batches(batches)
-    grouped = grouped_index(LABELS // 2, RADICES[:1])
+    grouped = group_samples(LABELS // 2, RADICES[:1])
     batches = make(index, grouped=grouped, tokenizer=None, rank=1, world_size=2, seed=2**35)
     yield "batches without captions", _of_batches(batches)
 

@@ -19,6 +19,7 @@ from mclclip import method
 from mclclip.checkpoint import step_files
 from mclclip.config import Config, dump
 from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.groups import group_samples
 from mclclip.data.loader import run_ahead
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
@@ -28,7 +29,7 @@ from mclclip.run.artifacts import RunPaths
 from mclclip.verbs import cluster, demo, doctor, embed, export, index
 from mclclip.verbs import eval as evaluation
 from tests import tiny
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, same_bits
 
@@ -52,7 +53,7 @@ def _batches(where: Where) -> TrainingBatches:
     samples = SampleIndex.open(RunPaths.of(config).index)
     labels = np.arange(len(samples)) % 3
     labels[samples.bad_ids()] = -1
-    grouped = grouped_index(labels, (3,))
+    grouped = group_samples(labels, (3,))
     model = load_towers(tiny.MODEL, seed=0)
     return training_batches(
         index=samples,

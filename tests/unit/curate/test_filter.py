@@ -14,7 +14,7 @@ import pytest
 
 from mclclip.config import Config
 from mclclip.curate import near
-from mclclip.data.groups import LabelBlocks
+from mclclip.data.groups import group_samples
 from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
@@ -28,7 +28,6 @@ from mclclip.verbs import cluster
 from mclclip.verbs import filter as filtering
 from mclclip.verbs.filter import CODES
 from tests import tiny
-from tests.batches import grouped_index
 from tests.made_run import write_embeddings
 from tests.unit.curate.made import cosine, failing, indexed, options, unit
 
@@ -304,9 +303,9 @@ def test_training_reads_the_weights_and_draws_nothing_that_is_left_out(config: C
     assert weights is not None and weights.num_draws == COUNT - 6
     # Replacements of undecodable samples are taken from the grouped index too.
     labels = np.zeros(COUNT, np.int64)
-    grouped = grouped_index(labels, (1,), weights)
+    grouped = group_samples(labels, (1,), weights=weights)
     assert {*grouped.sample_ids.tolist()} == {*np.flatnonzero(np.load(directory / "weights.npy"))}
-    assert LabelBlocks(labels, (1,), weights=weights).sizes().num_samples == COUNT - 6
+    assert group_samples(labels, (1,), weights=weights).num_samples == COUNT - 6
 
 
 def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, made: Path) -> None:

@@ -26,14 +26,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_generators
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex, LabelBlocks
+from mclclip.data.groups import GroupedIndex, group_samples
 from mclclip.data.labels import truncate
 from mclclip.data.loader import LONGEST_TMPDIR
 from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 from tests.benchmarks import memory
 from tests.matrix import kept
 from tests.unit.data.test_groups import written
@@ -101,7 +101,7 @@ def bad_index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
 def make(index: SampleIndex, **changes: Any) -> TrainingBatches:
     options: dict[str, Any] = dict(
         index=index,
-        grouped=grouped_index(LABELS, RADICES),
+        grouped=group_samples(LABELS, RADICES),
         transform=augment,
         tokenizer=tokenize,
         global_batch=16,
@@ -358,7 +358,7 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
 
 
 def test_images_alone_and_no_labels(index: SampleIndex) -> None:
-    grouped = grouped_index(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
+    grouped = group_samples(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
     batch = make(index, tokenizer=None, grouped=grouped)[0]
     assert batch.text is None and batch.text_features is None
     assert batch.group_ids.tolist() == [[0]] * 16
@@ -406,7 +406,7 @@ def test_the_ranks_together_have_the_single_process_batch(
 def test_loader_workers_and_a_later_start_change_nothing(
     bad_index: SampleIndex, num_workers: int, tmp_path: Path
 ) -> None:
-    written(tmp_path, LabelBlocks(LABELS, RADICES))
+    written(tmp_path, group_samples(LABELS, RADICES))
     batches = make(bad_index, grouped=GroupedIndex.open(tmp_path))
     total = 2 * batches.steps_per_epoch
     reference = make(bad_index)
@@ -423,7 +423,7 @@ def test_loader_workers_and_a_later_start_change_nothing(
 @pytest.mark.slow
 def test_spawned_workers(bad_index: SampleIndex, tmp_path: Path) -> None:
     loader = DataLoader(
-        make(bad_index, grouped=written(tmp_path, LabelBlocks(LABELS, RADICES))),
+        make(bad_index, grouped=written(tmp_path, group_samples(LABELS, RADICES))),
         batch_size=None,
         sampler=range(3),
         num_workers=1,
@@ -440,14 +440,14 @@ import os
 import sys
 from pathlib import Path
 from mclclip.data.loader import Loader
-from mclclip.data.groups import LabelBlocks
+from mclclip.data.groups import group_samples
 from mclclip.data.sample_index import SampleIndex
 from tests.unit.data.test_batches import LABELS, RADICES, make
 from tests.unit.data.test_groups import written
 
 if __name__ == "__main__":
     directory, digest, method, how = sys.argv[1:]
-    groups = written(Path(__file__).with_name("groups"), LabelBlocks(LABELS, RADICES))
+    groups = written(Path(__file__).with_name("groups"), group_samples(LABELS, RADICES))
     loader = Loader(
         make(SampleIndex(directory, digest), grouped=groups),
         range(100),

@@ -11,6 +11,7 @@ import pytest
 
 from mclclip.config import Config
 from mclclip.data.batches import TrainingBatches
+from mclclip.data.groups import group_samples
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import (
@@ -26,7 +27,7 @@ from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from tests import tiny
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 from tests.unit.data.test_batches import png, text_of, tokenize
 
 FIELDS = {"json:long": 0.3, "json:short": 0.6, "json:tags": 0.1}
@@ -61,7 +62,7 @@ def indexed(config: Config, force: Remake = Remake.NOTHING) -> SampleIndex:
 
 def batches(found: SampleIndex, **changes: Any) -> TrainingBatches:
     options: dict[str, Any] = dict(
-        index=found, grouped=grouped_index(np.zeros(NUM_SAMPLES, np.int64), ()),
+        index=found, grouped=group_samples(np.zeros(NUM_SAMPLES, np.int64), ()),
         transform=lambda image: tokenize(["x"])[0], global_batch=4, seed=3,
     )  # fmt: skip
     return training_batches(**(options | changes))
@@ -144,7 +145,7 @@ def test_a_single_field_draws_what_it_drew(tmp_path: Path) -> None:
     samples = [PackedSample(f"{n:02d}", png(n), "png", [], fields_of(n)) for n in range(9)]
     write_shards(samples, tmp_path / "copies", 9)
     both = indexed(tiny.config.from_tree(tree, ()))
-    made = batches(both, grouped=grouped_index(np.zeros(len(both), np.int64), ()))
+    made = batches(both, grouped=group_samples(np.zeros(len(both), np.int64), ()))
     np.testing.assert_array_equal(made.caption_numbers(np.arange(NUM_SAMPLES), 5), before)
     codes, values = both.attribute(PER_FIELD)
     assert (codes[:NUM_SAMPLES] == -1).all() and "1x0.3 3x0.6 1x0.1" in values

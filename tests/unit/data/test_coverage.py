@@ -20,18 +20,18 @@ from mclclip.data.coverage import (
     report_attributes,
 )
 from mclclip.data.epoch_plan import EpochPlan, steps_per_epoch
+from mclclip.data.groups import group_samples
 from mclclip.data.labels import SampleWeights
 from mclclip.data.options import Policy
-from tests.batches import grouped_index
 
-GROUPED = grouped_index(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
+GROUPED = group_samples(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
 
 
 @pytest.mark.parametrize("policy", ["drop", "backoff", "mask", "wrap"])
 def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
     """Against the batches themselves; groups of one size, as an epoch shuffles their order."""
     for size, batch in ((19, 8), (5, 8), (24, 8), (13, 5)):
-        grouped = grouped_index(np.repeat(np.arange(9), size), (3, 3))
+        grouped = group_samples(np.repeat(np.arange(9), size), (3, 3))
         report = coverage_report(grouped, batch, policy)
         if not report.steps:
             assert report.negatives == 0.0
@@ -47,7 +47,7 @@ def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
 
 
 def test_beyond_the_bound_drop_stops_and_the_others_warn(caplog) -> None:
-    grouped = grouped_index(np.arange(100) % 7 % 4, (5, 5))
+    grouped = group_samples(np.arange(100) % 7 % 4, (5, 5))
     with pytest.raises(ValueError, match="25 possible labels are beyond Eq. 4's bound of 10.0"):
         check_coverage(grouped, 10, "drop")
     for policy in ("backoff", "mask", "wrap"):
@@ -69,9 +69,9 @@ def test_within_the_bound_nobody_warns_unless_drop_loses_groups(caplog) -> None:
 def test_a_plan_without_steps_is_refused_before_training() -> None:
     for policy in ("backoff", "mask"):
         with pytest.raises(ValueError, match="fill no batch"):
-            check_coverage(grouped_index(np.zeros(5, int), (2,)), 8, policy)
+            check_coverage(group_samples(np.zeros(5, int), (2,)), 8, policy)
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
-        check_coverage(grouped_index(np.full(5, -1), (2,)), 8, "wrap")
+        check_coverage(group_samples(np.full(5, -1), (2,)), 8, "wrap")
 
 
 # --- bounds on the steps of an epoch hold for every way of grouping the samples ------------------
@@ -84,7 +84,7 @@ POLICIES = ("drop", "backoff", "mask", "wrap")
 @settings(max_examples=60, deadline=None)
 @given(labels=st.lists(st.integers(0, 5), min_size=1, max_size=60), batch=st.integers(1, 9))
 def test_any_grouping_lies_within(policy: Policy, labels: list[int], batch: int) -> None:
-    grouped = grouped_index(np.array(labels), (2, 3))
+    grouped = group_samples(np.array(labels), (2, 3))
     low, high = steps_per_epoch(len(labels), batch, policy, max_groups=6)
     assert low <= coverage_report(grouped, batch, policy).steps <= high
 
@@ -92,7 +92,7 @@ def test_any_grouping_lies_within(policy: Policy, labels: list[int], batch: int)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 100])
 def test_one_group_is_exact(policy: Policy, samples: int) -> None:
-    grouped = grouped_index(np.zeros(samples, np.int64), ())
+    grouped = group_samples(np.zeros(samples, np.int64), ())
     low, high = steps_per_epoch(samples, 8, policy)
     assert low == high == coverage_report(grouped, 8, policy).steps
 
@@ -105,7 +105,7 @@ def test_pooled_leftovers_make_the_number_certain() -> None:
 
 
 def plan_of(labels: np.ndarray, batch: int, weights: SampleWeights | None = None) -> EpochPlan:
-    grouped = grouped_index(labels, (int(labels.max()) + 1,), weights)
+    grouped = group_samples(labels, (int(labels.max()) + 1,), weights=weights)
     return EpochPlan(grouped, batch, "backoff", "round_robin", seed=0, stage=1, epoch=0)
 
 

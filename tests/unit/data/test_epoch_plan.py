@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from mclclip.data import epoch_plan
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex
+from mclclip.data.groups import GroupedIndex, group_samples
 from mclclip.data.labels import truncate
 from mclclip.util.randomness import mix, permute
-from tests.batches import grouped_index
 from tests.matrix import SOAK, kept
 
 pytestmark = [pytest.mark.slow] if SOAK else []  # with more examples
@@ -51,7 +50,7 @@ class Case:
 
     @property
     def grouped(self) -> GroupedIndex:
-        return grouped_index(self.labels, self.radices)
+        return group_samples(self.labels, self.radices)
 
     def plan(self, **changes) -> EpochPlan:
         seed, stage, epoch = self.key
@@ -303,7 +302,7 @@ def test_a_batch_is_a_pure_function_of_its_step(case: Case, random) -> None:
 def test_neighbours_of_a_group_stay_together(policy, block) -> None:
     """So that a batch is read in few pieces; every sample has its turn at being a leftover."""
     labels = np.repeat([0, 1, 2], [200, 111, 64])
-    grouped = grouped_index(labels, (3,))
+    grouped = group_samples(labels, (3,))
     rank = np.empty(len(labels), int)
     rank[grouped.sample_ids] = np.arange(len(labels))
     seen: Counter[int] = Counter()
@@ -326,7 +325,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
         tmp_path / "ids.npy", mode="w+", dtype=np.int64, shape=(samples,)
     )
     starts = np.linspace(0, samples, groups + 1).astype(np.int64)
-    grouped = GroupedIndex(starts, np.arange(groups), (10, 30), ids, Path("in memory"))
+    grouped = GroupedIndex(starts, np.arange(groups), (10, 30), ids)
     for policy in POLICIES:
         tracemalloc.start()
         plan = EpochPlan(grouped, size, policy, "proportional", 0, 1, 0)
@@ -342,7 +341,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_epochs_share_what_none_of_them_changes(policy, order, monkeypatch) -> None:
-    grouped = grouped_index(LABELS, (2, 2))
+    grouped = group_samples(LABELS, (2, 2))
     new = [EpochPlan(grouped, 32, policy, order, 4, 1, epoch) for epoch in range(3)]
     built: list[int] = []
     build = epoch_plan.build_levels
@@ -363,7 +362,7 @@ LABELS = np.repeat([0, 1, 2, 3], [500, 130, 61, 9])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_epochs_stages_and_seeds_differ(policy: str, order: str) -> None:
-    grouped = grouped_index(LABELS, (2, 2))
+    grouped = group_samples(LABELS, (2, 2))
     keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]
     plans = [EpochPlan(grouped, 32, policy, order, *key) for key in keys]
     assert len({str(batches_of(plan)) for plan in plans}) == 4
@@ -377,7 +376,7 @@ def test_epochs_stages_and_seeds_differ(policy: str, order: str) -> None:
 )
 def test_no_sample_is_left_out_for_ever(policy: str, sizes, radices) -> None:
     """Small groups have their turn even where their pool fills no batch of its own."""
-    grouped = grouped_index(np.repeat(np.arange(len(sizes)), sizes), radices)
+    grouped = group_samples(np.repeat(np.arange(len(sizes)), sizes), radices)
     seen: set[int] = set()
     for epoch in range(100):
         plan = EpochPlan(grouped, 8, policy, "round_robin", 0, 1, epoch)
@@ -399,7 +398,7 @@ def test_what_remains_changes_wherever_something_remains(case: Case) -> None:
 
 def test_proportional_spreads_a_large_group_over_the_epoch() -> None:
     labels = np.repeat([0, 1, 2], [800, 100, 100])
-    plan = EpochPlan(grouped_index(labels, (3,)), 5, "drop", "proportional", 3, 1, 0)
+    plan = EpochPlan(group_samples(labels, (3,)), 5, "drop", "proportional", 3, 1, 0)
     visited = np.array([int(plan.batch(step).group_ids[0]) for step in range(plan.steps_per_epoch)])
     assert np.bincount(visited).tolist() == [160, 20, 20]
     halves = [(half == 0).mean() for half in np.split(visited, 2)]
@@ -408,7 +407,7 @@ def test_proportional_spreads_a_large_group_over_the_epoch() -> None:
 
 def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
     for radices in ((), (1,), (5, 5)):
-        grouped = grouped_index(np.zeros(103, dtype=np.int64), radices)
+        grouped = group_samples(np.zeros(103, dtype=np.int64), radices)
         plan = EpochPlan(grouped, 10, "backoff", "round_robin", 0, 1, 0)
         seen = np.concatenate([plan.batch(step).ids for step in range(10)])
         assert len(np.unique(seen)) == 100 and not np.array_equal(seen, np.sort(seen))
@@ -433,7 +432,7 @@ def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
 )
 def test_what_makes_no_plan_is_refused(labels, size, policy, order, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EpochPlan(grouped_index(labels, (5,)), size, policy, order, 0, 1, 0)
+        EpochPlan(group_samples(labels, (5,)), size, policy, order, 0, 1, 0)
 
 
 @stable

@@ -14,13 +14,13 @@ from mclclip.data.batches import TrainingBatches
 from mclclip.data.bytes import RawSample
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import EqualityDigests, caption_digest
+from mclclip.data.groups import group_samples
 from mclclip.data.options import DataConfig, Policy, SentencesConfig
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.clip import clean_caption
-from tests.batches import grouped_index
 from tests.unit.data.test_batches import plain, png, tokenize
 from tests.unit.data.test_samples import build_index
 
@@ -58,7 +58,7 @@ def batches_of(
     **how: Any,
 ) -> TrainingBatches:
     labels = np.zeros(len(ROWS), np.int64) if labels is None else np.array(labels)
-    grouped = grouped_index(labels, (int(labels.max()) + 1,) if labels.any() else ())
+    grouped = group_samples(labels, (int(labels.max()) + 1,) if labels.any() else ())
     dataset = TarDataset(
         index,
         DataConfig(),

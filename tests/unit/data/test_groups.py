@@ -1,4 +1,4 @@
-"""Grouping block by block against one stable sort of all labels."""
+"""Grouping against a plain count of labels."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data import groups
-from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
-from tests.batches import grouped_index, in_memory
+from mclclip.data.groups import GroupedIndex, StageGroups, group_samples
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 HUGE = (2**31, 2**31 - 1)  # label spaces from one group to nearly all that int64 holds
@@ -37,60 +34,30 @@ def labelled(draw: st.DrawFn) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
     return labels, radices, left_out
 
 
-def by_one_sort(labels: np.ndarray, left_out: np.ndarray) -> list[np.ndarray]:
-    """sample_ids, group_starts and group_labels."""
-    usable = labels.astype(np.int64)
-    usable[left_out] = -1
-    inside = np.flatnonzero(usable >= 0)
-    inside = inside[np.argsort(usable[inside], kind="stable")]
-    found, starts = np.unique(usable[inside], return_index=True)
-    return [inside, np.append(starts, len(inside)), found]
-
-
 def arrays_of(grouped: GroupedIndex) -> list[np.ndarray]:
     return [np.asarray(a) for a in (grouped.sample_ids, grouped.group_starts, grouped.group_labels)]
 
 
-def written(directory: Path, blocks: LabelBlocks) -> GroupedIndex:
+def written(directory: Path, grouped: GroupedIndex) -> GroupedIndex:
     stage = StageGroups(directory)
-    stage.write(blocks, blocks.sizes(), np.array([3]))
+    stage.write(grouped, np.array([3]))
     return stage.read()[0]
 
 
 @stable
 @given(labelled())
-def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
+def test_groups_are_in_order_of_labels_and_ids(case) -> None:
     labels, radices, left_out = case
-    wanted = by_one_sort(labels, left_out)
-    for rows in {1, 2, 3, 8, 17, 64, max(len(labels), 1), len(labels) + 1}:
-        for ranges, joined in ((1, 100), (5, 3), (4096, 1)):
-            with patch.multiple(groups, RANGES=ranges, JOINED=joined):
-                grouped = in_memory(LabelBlocks(labels, radices, left_out, rows))
-            for found, array in zip(arrays_of(grouped), wanted, strict=True):
-                assert found.dtype == np.int64 and np.array_equal(found, array)
-    usable = labels.copy()
-    usable[left_out] = -1
-    built = grouped_index(usable, radices)
-    assert all(map(np.array_equal, arrays_of(built), wanted))
-
-
-@pytest.mark.parametrize("kind", ["even", "skewed", "own"])
-@pytest.mark.parametrize("rows", [1000, 4096, 100_000])
-def test_larger_labels_are_merged_from_many_blocks(tmp_path, kind, rows, monkeypatch) -> None:
-    """Even groups, one group of half of the samples beside tiny ones, a group for each sample."""
-    monkeypatch.setattr(groups, "RANGES", 100)
-    random, samples = np.random.default_rng(0), 30_000
-    labels = {
-        "even": random.integers(0, 100, samples),
-        "skewed": np.where(random.random(samples) < 0.5, 7, random.integers(0, 10**9, samples)),
-        "own": random.permutation(samples) * 30_000,
-    }[kind]
-    grouped = written(tmp_path, LabelBlocks(labels, (10**9,), None, rows))
-    wanted = by_one_sort(labels, np.zeros(0, np.int64))
-    assert all(map(np.array_equal, arrays_of(grouped), wanted))
-    names = {"group_labels.npy", "group_starts.npy", "sample_ids.npy"}
-    names |= {"grouped_index.json", "known_bad.json"}
-    assert {path.name for path in tmp_path.iterdir()} == names  # and nothing that was temporary
+    members: dict[int, list[int]] = {}
+    for sample_id, label in enumerate(labels.tolist()):
+        if label >= 0 and sample_id not in left_out:
+            members.setdefault(label, []).append(sample_id)
+    grouped = group_samples(labels, radices, left_out)
+    found = np.split(grouped.sample_ids, grouped.group_starts[1:-1]) if members else []
+    assert [ids.tolist() for ids in found] == [members[label] for label in sorted(members)]
+    assert grouped.group_labels.tolist() == sorted(members)
+    assert grouped.num_samples == len(grouped.sample_ids) == sum(map(len, members.values()))
+    assert all(array.dtype == np.int64 for array in arrays_of(grouped))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
@@ -98,27 +65,22 @@ def test_labels_may_be_mapped_and_of_any_integers(tmp_path, dtype) -> None:
     labels = np.random.default_rng(1).integers(-1, 50, 5000).astype(dtype)
     np.save(tmp_path / "labels.npy", labels)
     mapped = np.load(tmp_path / "labels.npy", mmap_mode="r")
-    grouped = written(tmp_path / "groups", LabelBlocks(mapped, (50,), None, 512))
-    built = grouped_index(labels.astype(np.int64), (50,))
+    grouped = written(tmp_path / "groups", group_samples(mapped, (50,)))
+    built = group_samples(labels.astype(np.int64), (50,))
     assert all(map(np.array_equal, arrays_of(grouped), arrays_of(built)))
+    names = {"group_labels.npy", "group_starts.npy", "sample_ids.npy"}
+    names |= {"grouped_index.json", "known_bad.json"}
+    assert {path.name for path in (tmp_path / "groups").iterdir()} == names
 
 
-def test_memory_grows_neither_with_samples_nor_with_groups(tmp_path, monkeypatch) -> None:
-    """Peak of numpy and Python beyond the labels: that of a block, for many groups and few."""
-    monkeypatch.setattr(groups, "DENSE", 1000)
-    monkeypatch.setattr(groups, "RANGES", 256)
-    monkeypatch.setattr(groups, "JOINED", 1000)
-    peaks = {}
-    for samples in (100_000, 800_000):
-        for count in (1, 10_000):
-            labels = np.random.default_rng(0).integers(0, count, samples)
-            blocks = LabelBlocks(labels, (count,), None, 2**14)
-            groups_of = StageGroups(tmp_path / f"{samples}_{count}")
-            tracemalloc.start()
-            groups_of.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
-            peaks[samples, count] = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-    assert max(peaks.values()) < 30 * 8 * 2**14 + 80 * 10_000 < 8 * 800_000
+@pytest.mark.parametrize("count", [1, 10_000, 10**6])
+def test_memory_is_at_most_fifty_bytes_a_sample(count) -> None:
+    labels = np.random.default_rng(0).integers(0, count, 400_000)
+    tracemalloc.start()
+    group_samples(labels, (count,))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50 * 400_000
 
 
 def test_a_full_disk_is_an_error_with_a_path(tmp_path) -> None:
@@ -126,13 +88,12 @@ def test_a_full_disk_is_an_error_with_a_path(tmp_path) -> None:
     code = f"""
 import resource, signal, numpy as np
 from pathlib import Path
-from mclclip.data.groups import LabelBlocks
-from mclclip.data.groups import StageGroups
+from mclclip.data.groups import StageGroups, group_samples
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-blocks = LabelBlocks(np.arange(200_000) % 7, (7,))
+grouped = group_samples(np.arange(200_000) % 7, (7,))
 try:
-    StageGroups(Path({str(tmp_path)!r}) / "groups").write(blocks, blocks.sizes(), np.zeros(0))
+    StageGroups(Path({str(tmp_path)!r}) / "groups").write(grouped, np.zeros(0))
 except OSError as error:
     print(error.filename)
 """

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mclclip.data.groups import group_samples
 from mclclip.data.labels import (
     ami,
     combine_stages,
@@ -15,7 +16,6 @@ from mclclip.data.labels import (
     label_space,
     truncate,
 )
-from tests.batches import grouped_index
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -132,7 +132,7 @@ def test_ami_leaves_out_rows_without_a_label() -> None:
 def test_the_grouped_index_sorts_samples_by_label(case) -> None:
     stages, radices = case
     labels, used = combine_stages(stages, radices)
-    grouped = grouped_index(labels, used)
+    grouped = group_samples(labels, used)
     by_hand = sorted((label, row) for row, label in enumerate(labels.tolist()) if label >= 0)
     assert grouped.sample_ids.tolist() == [row for _, row in by_hand]
     assert grouped.group_labels.tolist() == sorted({label for label, _ in by_hand})
@@ -149,7 +149,7 @@ def test_the_grouped_index_sorts_samples_by_label(case) -> None:
 
 
 def test_no_radices_make_one_group() -> None:
-    grouped = grouped_index(np.array([0, -1, 0, 0]), ())
+    grouped = group_samples(np.array([0, -1, 0, 0]), ())
     assert (grouped.num_groups, grouped.sample_ids.tolist()) == (1, [0, 2, 3])
     with pytest.raises(ValueError, match="run from 0 to 1"):
-        grouped_index(np.array([0, 1]), ())
+        group_samples(np.array([0, 1]), ())

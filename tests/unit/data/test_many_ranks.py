@@ -11,15 +11,15 @@ import torch
 
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan, PlannedBatch
+from mclclip.data.groups import group_samples
 from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.samples import Sample
-from tests.batches import grouped_index
 from tests.matrix import kept
 
 RANKS, SAMPLES, EPOCH = 1024, 3_500, 3
 LABELS = np.random.default_rng(0).choice(5, SAMPLES, p=[0.45, 0.35, 0.1, 0.06, 0.04])
 LABELS[::50] = -1
-GROUPED = grouped_index(LABELS, (5,))
+GROUPED = group_samples(LABELS, (5,))
 
 
 class Numbers:

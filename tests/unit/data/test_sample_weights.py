@@ -13,12 +13,11 @@ import pytest
 
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
+from mclclip.data.groups import GroupedIndex, StageGroups, group_samples
 from mclclip.data.labels import WEIGHT_UNIT, SampleWeights, locate_draws
 from mclclip.data.options import DataConfig, PlanConfig, Policy, SourceConfig
 from mclclip.run.artifacts import INTENT
 from mclclip.util.files import write_json
-from tests.batches import grouped_index
 from tests.matrix import kept
 
 NUM_SAMPLES, RADICES = 600, (3, 2)
@@ -44,7 +43,7 @@ def counts(plan: EpochPlan) -> np.ndarray:
 @pytest.mark.parametrize("block", [2, 5, 64])
 def test_an_epoch_in_blocks_draws_the_same_samples_as_often(block: int) -> None:
     """In another order: draws are numbered alike, and blocks of them are shuffled."""
-    grouped = grouped_index(np.zeros(NUM_SAMPLES, np.int64), (1,), weights(per_epoch=640))
+    grouped = group_samples(np.zeros(NUM_SAMPLES, np.int64), (1,), weights=weights(per_epoch=640))
     one, other = plan_of(grouped, "drop"), plan_of(grouped, "drop", block=block)
     assert one.remainder == 0 and counts(one).max() > 1
     np.testing.assert_array_equal(counts(one), counts(other))
@@ -113,7 +112,7 @@ def test_huge_groups_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_epochs_draw_by_weight_under_every_policy(policy: Policy) -> None:
-    grouped = grouped_index(LABELS, RADICES, weights())
+    grouped = group_samples(LABELS, RADICES, weights=weights())
     plan = plan_of(grouped, policy)
     drawn = np.array([counts(plan.of_epoch(epoch)) for epoch in range(8)])
     assert not drawn[:, ~USED].any()
@@ -130,8 +129,8 @@ def test_epochs_draw_by_weight_under_every_policy(policy: Policy) -> None:
 
 
 def test_equal_weights_draw_every_sample_once() -> None:
-    grouped = grouped_index(LABELS, RADICES, weights(np.ones(NUM_SAMPLES)))
-    plain = grouped_index(LABELS, RADICES)
+    grouped = group_samples(LABELS, RADICES, weights=weights(np.ones(NUM_SAMPLES)))
+    plain = group_samples(LABELS, RADICES)
     drawn, same = plan_of(grouped, "wrap"), plan_of(plain, "wrap")
     for step in range(same.steps_per_epoch):
         batch, wanted = drawn.batch(step), same.batch(step)
@@ -145,11 +144,11 @@ def test_equal_weights_draw_every_sample_once() -> None:
 def test_a_group_of_few_draws_is_drawn_from_at_least_once() -> None:
     """400 groups of one sample: no group is lost, so that light ones come too often."""
     light = SampleWeights(np.full(400, 0.25), np.ones(1), np.zeros(400, np.int32), None)
-    grouped = grouped_index(np.arange(400), (400,), light)
+    grouped = group_samples(np.arange(400), (400,), weights=light)
     assert grouped.draws is not None and grouped.draws.tolist() == [1] * 400
     assert light.num_draws == 100  # of one group
     heavy = SampleWeights(np.full(400, 2.25), np.ones(1), np.zeros(400, np.int32), None)
-    drawn = grouped_index(np.arange(400), (400,), heavy).draws
+    drawn = group_samples(np.arange(400), (400,), weights=heavy).draws
     assert drawn is not None and set(drawn.tolist()) == {2, 3} and drawn.sum() == 900
 
 
@@ -160,32 +159,30 @@ def test_more_draws_than_can_be_computed_with_are_refused() -> None:
 
 
 def test_no_sample_in_use_is_the_plans_own_error() -> None:
-    grouped = grouped_index(np.full(NUM_SAMPLES, -1), RADICES, weights())
+    grouped = group_samples(np.full(NUM_SAMPLES, -1), RADICES, weights=weights())
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
         plan_of(grouped, "backoff")
 
 
 def test_virtual_epochs_scale_all_weights() -> None:
     for per_epoch in (160, 4800):
-        grouped = grouped_index(LABELS, RADICES, weights(per_epoch=per_epoch))
+        grouped = group_samples(LABELS, RADICES, weights=weights(per_epoch=per_epoch))
         assert grouped.num_draws == per_epoch
-        plain = grouped_index(LABELS, RADICES, weights(None, per_epoch))
+        plain = group_samples(LABELS, RADICES, weights=weights(None, per_epoch))
         assert plan_of(plain, "backoff").steps_per_epoch == per_epoch // 16
 
 
-@pytest.mark.parametrize("radices", [RADICES, (10**6, 10**6)])  # counted densely and sparsely
-def test_on_disk_in_any_blocks_the_same(tmp_path: Path, radices: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("radices", [RADICES, (10**6, 10**6)])
+def test_on_disk_the_same(tmp_path: Path, radices: tuple[int, ...]) -> None:
     labels = np.where(LABELS < 0, -1, LABELS * (10**11 if radices[0] > 3 else 1))
-    wanted = grouped_index(labels, radices, weights())
-    for rows in (7, 100, 10_000):
-        blocks = LabelBlocks(labels, radices, rows_per_block=rows, weights=weights())
-        groups = StageGroups(tmp_path / str(rows))
-        groups.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
-        opened, _ = groups.read()
-        for found in (opened, pickle.loads(pickle.dumps(opened))):
-            for name in ("sample_ids", "weight_sums", "draws", "group_starts", "group_labels"):
-                np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
-    np.testing.assert_array_equal(plan_of(wanted, "drop").batch(0).ids,
+    grouped = group_samples(labels, radices, weights=weights())
+    groups = StageGroups(tmp_path / "groups")
+    groups.write(grouped, np.zeros(0, np.int64))
+    opened, _ = groups.read()
+    for found in (opened, pickle.loads(pickle.dumps(opened))):
+        for name in ("sample_ids", "weight_sums", "draws", "group_starts", "group_labels"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(grouped, name))
+    np.testing.assert_array_equal(plan_of(grouped, "drop").batch(0).ids,
                                   plan_of(opened, "drop").batch(0).ids)  # fmt: skip
 
 

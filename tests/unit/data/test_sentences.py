@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from mclclip.data.batches import TrainingBatches
+from mclclip.data.groups import group_samples
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import cut_sentences, draw_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.util.randomness import mix
 from tests import tiny
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 from tests.unit.data.test_batches import png, text_of, tokenize
 from tests.unit.data.test_samples import build_index
 
@@ -82,7 +83,7 @@ def batches(folder: Path, **changes: Any) -> TrainingBatches:
     paths = write_shards(samples, folder / "shards", 16)
     index = build_index(folder / "index", paths, "json:captions")
     options: dict[str, Any] = dict(
-        index=index, grouped=grouped_index(np.zeros(32, np.int64), ()),
+        index=index, grouped=group_samples(np.zeros(32, np.int64), ()),
         transform=lambda image: tokenize(["x"])[0], tokenizer=tokenize, global_batch=8,
         policy="backoff", order="proportional", seed=3, stage=1,
         sentences=SentencesConfig(number=1, leave_out_first=0.5),

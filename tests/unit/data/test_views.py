@@ -12,11 +12,11 @@ import torch
 from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_generators
 from mclclip.data.bytes import RawSample
 from mclclip.data.decode import decode_image
+from mclclip.data.groups import group_samples
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.util.randomness import mix
-from tests.batches import grouped_index
 from tests.unit.data.test_batches import (
     LABELS,
     NUM_SAMPLES,
@@ -141,7 +141,7 @@ def test_replacements_have_captions_where_captions_are_read(
 def test_a_plan_without_them_is_what_a_training_draws_from(index: SampleIndex) -> None:
     labels = LABELS.copy()
     labels[index.without_caption("this test")] = -1
-    batches = make(index, grouped=grouped_index(labels, RADICES), transform=plain)
+    batches = make(index, grouped=group_samples(labels, RADICES), transform=plain)
     for step in range(batches.steps_per_epoch):
         batch = batches[step]
         assert set(batch.replaced.values()) <= {"unidentified"}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from mclclip.config import Config
 from mclclip.data import decode
 from mclclip.data.batches import Batch
+from mclclip.data.groups import group_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
@@ -22,7 +23,7 @@ from mclclip.train.inputs import StageTraining
 from mclclip.train.loop import ModelWithObjective
 from mclclip.verbs import index, train
 from tests import tiny
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 
 
 def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
@@ -50,7 +51,7 @@ def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any
     train = model.preprocess_train
     given: dict[str, Any] = dict(
         index=samples,
-        grouped=grouped_index(torch.zeros(len(samples), dtype=torch.int64).numpy(), ()),
+        grouped=group_samples(torch.zeros(len(samples), dtype=torch.int64).numpy(), ()),
         transform=fast_transform(train) if pixels == "fast" else train,
         num_views=2,
         tokenizer=model.tokenizer,

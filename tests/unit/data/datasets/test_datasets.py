@@ -18,7 +18,7 @@ from mclclip.data.datasets.celeba import balance
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.stl_digits import paste
-from mclclip.data.groups import LabelBlocks, StageGroups
+from mclclip.data.groups import StageGroups, group_samples
 from mclclip.data.labels import AttributeClasses
 from mclclip.data.picture_transform import PictureTransform
 from mclclip.ranks.process_group import SINGLE
@@ -295,8 +295,8 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
     classes, codes = AttributeClasses(opened, "mnist"), opened.attribute("mnist")[0]
     labels = np.zeros(len(opened), np.int64)
     labels[opened.without_attribute("mnist", "this test")] = -1
-    groups, blocks = StageGroups(tmp_path / "groups"), LabelBlocks(labels, (1,))
-    groups.write(blocks, blocks.sizes(), np.zeros(0))
+    groups = StageGroups(tmp_path / "groups")
+    groups.write(group_samples(labels, (1,)), np.zeros(0))
     options: dict[str, Any] = dict(
         index=opened,
         grouped=groups.read()[0],
