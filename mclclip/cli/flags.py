@@ -28,6 +28,7 @@ _COUNT, _POSITIVE = partial(whole_number, 0), partial(whole_number, 1)
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
 _STAGE = "number of the stage; 0 is the base model"
+_CAPTIONS = "a table of the folder's pictures and their captions, or a folder of texts"
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 _FORCE = "make again, and move the old aside"
 _UNFIT = "make again what is of other settings or damaged, and move the old aside"
@@ -169,7 +170,7 @@ def _add_finetune(verbs: Any) -> None:
     verb = _add(verbs, "finetune")
     add = verb.add_argument
     add("images", type=parse_path, metavar="IMAGES", help="what 'mclclip pack' packs")
-    add("--captions", type=parse_path, metavar="TABLE", help="that names pictures and captions")
+    add("--captions", type=parse_path, metavar="PATH", help=_CAPTIONS)
     base: dict[str, Any] = {"type": parse_named_path, "required": True}
     add("--base", help="open_clip NAME@TAG, NAME@random, or a folder", **base)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
@@ -201,8 +202,7 @@ def _add_pack(verbs: Any) -> None:
     source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards, "
     source += "or hf://datasets/ORG/NAME of the Hugging Face hub"
     add("source", metavar="SOURCE", type=parse_path, help=source)
-    captions = "captions of the pictures in the folder"
-    add("--captions", metavar="TABLE", type=parse_path, help=captions)
+    add("--captions", metavar="PATH", type=parse_path, help=_CAPTIONS)
     add("--out", type=Path, required=True, help="folder for the shards")
     root = "another folder in which images may lie, such as the one that a link leads to"
     add(

@@ -9,7 +9,7 @@ import errno
 import itertools
 import os
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -114,14 +114,16 @@ def _path_below(base: str, path: str, name: str) -> str:
     return os.path.relpath(path, base) if path.startswith(base + os.sep) else os.path.normpath(name)
 
 
-def folder_format(folder: Path, roots: Roots) -> Format:
+def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> Format:
     """Opens a folder of pictures as a table: the text of ``a.jpg`` is ``a.txt`` or ``a.jpg.txt``.
 
-    Every other file is counted in the findings.
+    ``captions`` is the folder of the texts (None: they lie beside the pictures). The text of
+    ``b/a.jpg`` is its ``b/a.txt``, or the only ``a.txt`` in it. Every other file is counted in the
+    findings.
     """
 
     def texts() -> Iterator[bytes]:
-        for path in walk(folder, roots, Findings()):
+        for path in walk(captions or folder, roots, Findings()):
             real = roots.real_path(path) if suffix_of(path) == "txt" else None
             if real is not None and real.is_file() and real.stat().st_size <= MAX_TEXT_BYTES:
                 with suppress(OSError):  # it is counted where its caption is read
@@ -131,31 +133,50 @@ def folder_format(folder: Path, roots: Roots) -> Format:
 
     def rows(findings: Findings) -> Rows:
         files = walk(folder, roots, findings)
-        for _, beside in itertools.groupby(files, key=lambda path: path.parent):
-            yield from rows_of_folder([*beside], findings)
+        if captions is not None:
+            yield from rows_with([*files], _texts_of(captions, roots), findings)
+            return
+        for _, group in itertools.groupby(files, key=lambda path: path.parent):
+            beside = [*group]
+            texts = {path.stem: path for path in beside if suffix_of(path) == "txt"}
+            yield from rows_with(beside, texts, findings)
 
-    def rows_of_folder(files: Sequence[Path], findings: Findings) -> Rows:
-        texts = {path.stem: path for path in files if suffix_of(path) == "txt"}
+    def rows_with(files: Sequence[Path], texts: dict[str, Path], findings: Findings) -> Rows:
         read = set()
         for path in files:
             name = os.path.relpath(path, folder)
             if suffix_of(path) in PICTURE_SUFFIXES:
-                key = path.stem if path.stem in texts else path.name
-                read.add(key)
-                captions = _text_beside(texts.get(key), form, roots, name, findings)
-                yield name, {"file_name": name, "text": captions}
+                keys = (os.path.splitext(name)[0], name, path.stem, path.name)
+                text = next((texts[key] for key in keys if key in texts), None)
+                read.add(text)
+                yield (
+                    name,
+                    {
+                        "file_name": name,
+                        "text": _read_captions(text, form, roots, name, findings),
+                    },
+                )
             elif suffix_of(path) != "txt":
                 findings.add("other_file", name)
-        for key in sorted(texts.keys() - read):
-            findings.add("lone_text", os.path.relpath(texts[key], folder))
+        for path in sorted({*texts.values()} - read):
+            findings.add("lone_text", os.path.relpath(path, folder))
 
     return Format({"file_name": "", "text": ""}, rows, fixed=("file_name", "text"))
 
 
-def _text_beside(
+def _texts_of(folder: Path, roots: Roots) -> dict[str, Path]:
+    """Returns the texts below a folder by their paths without suffix, and by their names if no
+    other text has the same."""
+    texts = [path for path in walk(folder, roots, Findings()) if suffix_of(path) == "txt"]
+    count = Counter(path.stem for path in texts)
+    by_path = {os.path.relpath(path.with_suffix(""), folder): path for path in texts}
+    return {path.stem: path for path in texts if count[path.stem] == 1} | by_path
+
+
+def _read_captions(
     text: Path | None, form: str, roots: Roots, name: str, findings: Findings
 ) -> list[str]:
-    """Reads the captions of the picture ``name`` from the ``text`` beside it.
+    """Reads the captions of the picture ``name`` from its ``text``.
 
     ``form`` is 'txt' (one caption) or 'lines' (one on each line).
     """

@@ -15,8 +15,10 @@ from mclclip.data.findings import LFS_POINTER, Findings
 from mclclip.data.picture_folders import walk
 from mclclip.data.shard_writer import refuse_unfinished
 from mclclip.data.table_formats import DELIMITERS, KINDS, LINES, Ask
+from mclclip.data.text_tables import is_table
 from mclclip.util.files import Roots
 
+_FEW = 100  # so many texts of a folder are looked at
 _TABLES = (*DELIMITERS, *LINES, ".json")
 _SHARDED = (".arrow", ".tar", ".parquet")  # the first kind in a folder is read
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
@@ -71,7 +73,15 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     ):
         return []
     sharded = next((by_suffix[suffix] for suffix in _SHARDED if suffix in by_suffix), [])
+    by_suffix[".txt"] = [path for path in by_suffix.get(".txt", [])[:_FEW] if is_table(path)]
     tables = [path for suffix in (*_TABLES, ".parquet") for path in by_suffix.get(suffix, [])]
+    stems = {path.stem for path in pictures}
+    elsewhere = sorted({path.parent for path in texts if path.stem in stems})
+    if pictures and elsewhere:
+        raise ask(
+            f"{folder} holds pictures without texts beside them, and texts of their names in "
+            f"{elsewhere[0]}, which may be their captions", "--captions", elsewhere[0],
+        )  # fmt: skip
     if pictures:
         if tables:
             raise ask(
@@ -86,6 +96,7 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
         return _one_split(folder, sharded, ask)
     if tables:
         raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
+    by_suffix[".txt"] = sorted(texts)
     there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
     facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
     raise ValueError(

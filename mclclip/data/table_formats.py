@@ -41,7 +41,7 @@ IMAGE_COLUMNS = (
     "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"
 )  # fmt: skip
 CAPTION_COLUMNS = ("title", "caption", "captions", "text", "comment", "txt")
-DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t", ".txt": "\t", ".token": "\t"}
 LINES = (".jsonl", ".jsonlines", ".ndjson")
 _EXAMPLES = 100  # rows of JSON lines that are read to find the columns
 _BATCH_BYTES = 1 << 25  # bytes of Parquet rows that are in memory at a time

@@ -8,6 +8,7 @@ missing or ambiguous, the error says what to type.
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
 import math
 import os
@@ -40,7 +41,7 @@ from mclclip.data.table_formats import (
     is_stored,
     present_columns,
 )
-from mclclip.data.text_tables import csv_format, delimiter_of
+from mclclip.data.text_tables import csv_format, delimiter_of, without_number
 from mclclip.util import advice
 from mclclip.util.files import Roots, digest_file, digest_json, parse_json
 from mclclip.util.options import protocol_of, refuse_url
@@ -131,7 +132,8 @@ def open_table(
     allow_roots: Sequence[Path] = (),
     command: Sequence[str] = (),
 ) -> Table:
-    """Opens the data set ``source``, or the table ``captions`` of the pictures in that folder.
+    """Opens the data set ``source``, or the pictures in that folder with their ``captions``, which
+    are a table or a folder of texts with the pictures' names.
 
     A data set is a folder of pictures, each with a text of its name beside it; or a CSV, TSV,
     JSONL, Parquet or Arrow file, COCO's (Karpathy's, ShareGPT4V's) JSON, tar shards in WebDataset's
@@ -155,7 +157,9 @@ def open_table(
         path, root, files, inputs = split.url, source, list[Path](), split.inputs
     else:
         root, files, table, delimiter = _open_files(source, captions, delimiter, allow_roots, ask)
-        inputs = partial(_inputs, Path(path), files, Roots(root, *allow_roots))
+        folders = [captions] if captions is not None and captions.is_dir() else []
+        roots = Roots(root, *folders, *allow_roots)
+        inputs = partial(_inputs, source if folders else Path(path), files, folders, roots)
     if not table.columns:
         raise ValueError(f"{path} is empty: wanted a line with the names of columns")
     images = _image_column(path, root, table, image_column, not command, ask)
@@ -194,9 +198,16 @@ def _open_files(
     refuse_url(path, "captions:")
     if captions is not None and not source.is_dir():
         raise FileNotFoundError(f"no folder of images at {source}")
-    if captions is not None and not captions.is_file():
-        raise FileNotFoundError(f"no table of captions at {captions}")
+    if captions is not None and not captions.exists():
+        raise FileNotFoundError(f"no table or folder of captions at {captions}")
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
+    if captions is not None and captions.is_dir():
+        return (
+            source,
+            [],
+            folder_format(source, Roots(source, captions, *allow_roots), captions),
+            None,
+        )
     files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent
     kind = _kind(files[0], delimiter) if files else "folder"
@@ -204,7 +215,7 @@ def _open_files(
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
     if kind == "csv":
         delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
-        return root, files, _text_table(files[0], delimiter), delimiter
+        return root, files, csv_format(files[0], delimiter), delimiter
     if kind == "json":
         return root, files, json_format(files[0]), None
     return root, files, FORMATS[kind](files) if files else folder_format(source, roots), None
@@ -233,15 +244,19 @@ def _kind(path: Path, delimiter: str | None) -> str:
     return KINDS[suffix]
 
 
-def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
-    """Returns a digest of each file by its name, as the ``inputs`` of an artifact.
+def _inputs(
+    path: Path, files: Sequence[Path], texts: Sequence[Path], roots: Roots
+) -> dict[str, str]:
+    """Returns a digest of each file by its name, as the ``inputs`` of an artifact: of the ``files``
+    at ``path``, or of all in that folder and in the folders of ``texts``.
 
     More than ``_FEW`` files have one digest together. Large files in a folder of pictures count by
     their size, all others by their bytes. Times do not count, since a copy has others.
     """
     root = path if path.is_dir() else path.parent
     inputs: dict[str, str] = {}
-    for file in files or walk(path, roots, Findings()):
+    folders = (walk(folder, roots, Findings()) for folder in (path, *texts))
+    for file in files or itertools.chain.from_iterable(folders):
         if file.is_file():
             size = file.stat().st_size
             whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
@@ -256,19 +271,6 @@ def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
 
 
 # --- columns -------------------------------------------------------------------------------------
-
-
-def _text_table(path: Path, delimiter: str) -> Format:
-    """Opens a table of text; raises ValueError if its first line is not a header."""
-    if len(delimiter) != 1:
-        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
-    table = csv_format(path, delimiter)
-    if names := [name for name in table.columns if suffix_of(name) in PICTURE_SUFFIXES]:
-        raise ValueError(
-            f"{path} has no header: its first line names the picture {names[0]!r}, where names of "
-            "columns are wanted. Put a line such as 'filepath,title' before it"
-        )
-    return table
 
 
 def _image_column(
@@ -394,12 +396,13 @@ def _check_column(path: Path | str, table: Format, name: str) -> str:
 
 
 def _name(root: Path, value: Any) -> str:
-    """Returns a file name without blanks and byte order marks around it; "" if it is no text.
+    """Returns a file name without blanks and byte order marks around it, and without the number of
+    a caption; "" if it is no text.
 
-    If a file below ``root`` has exactly this name, blanks stay.
+    If a file below ``root`` has exactly this name, all stays.
     """
     name = _plain(value) if isinstance(value, str) else ""
-    bare = name.replace("\ufeff", "").strip()
+    bare = without_number(name.replace("\ufeff", "").strip())
     return name if name != bare and os.path.isfile(root / name) else bare
 
 

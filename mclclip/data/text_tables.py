@@ -1,4 +1,8 @@
-"""Reads tables of text (CSV, TSV); their first line that is not empty names the columns."""
+"""Reads tables of text (CSV, TSV).
+
+Their first line that is not empty names the columns. If it names a picture instead, the columns are
+that of pictures and that of captions, as in Flickr8k's ``a.jpg#0<tab>A child.``.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,60 @@ from pathlib import Path
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import MAX_TEXT_BYTES, encoding_of
-from mclclip.data.table_formats import DELIMITERS, Format, Rows, check_once
+from mclclip.data.table_formats import (
+    CAPTION_COLUMNS,
+    DELIMITERS,
+    IMAGE_COLUMNS,
+    Format,
+    Rows,
+    check_once,
+    present_columns,
+)
 
 _SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's line before the header
+_SUFFIXES = "|".join(PICTURE_SUFFIXES)
+# Flickr8k and Flickr30k number the captions of a picture.
+_PICTURE = re.compile(rf"(.+\.(?:{_SUFFIXES}))(#\d+)?", re.IGNORECASE)
+_PICTURE_FIRST = re.compile(
+    rf'\ufeff?"?[^;\t|,"]+\.(?:{_SUFFIXES})(?:#\d+)?"? *([;\t|,])', re.IGNORECASE
+)
 
 
 def delimiter_of(path: Path) -> str:
     """Guesses the delimiter of a table.
 
-    It is that of Excel's line ``sep=;``, or the usual one of the suffix if the header has it, or a
-    semicolon, tab, bar or comma in the header, as spreadsheets and Flickr30k write them.
+    It is that of Excel's line ``sep=;``, or what follows the name of a picture at the start of the
+    first line, or the usual one of the suffix if the header has it, or a semicolon, tab, bar or
+    comma in the header, as spreadsheets and Flickr30k write them.
     """
-    usual = DELIMITERS[path.suffix.lower()]
-    with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
-        header = ""
-        while not header.strip() and (line := file.readline(MAX_TEXT_BYTES)):
-            header = line
-    if separator := _SEPARATOR.fullmatch(header):
-        return separator[1]
+    usual, header = DELIMITERS[path.suffix.lower()], _first_line(path)
+    if match := _SEPARATOR.fullmatch(header) or _PICTURE_FIRST.match(header):
+        return match[1]
     others = [each for each in (";", "\t", "|", ",") if usual not in header and each in header]
     return others[0] if others else usual
+
+
+def _first_line(path: Path) -> str:
+    """Returns the first line that is not empty; "" if there is none."""
+    with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
+        line = file.readline(MAX_TEXT_BYTES)
+        while line and not line.strip():
+            line = file.readline(MAX_TEXT_BYTES)
+    return line
+
+
+def is_table(path: Path) -> bool:
+    """Returns True if the first line of a text names a picture, or columns of both kinds."""
+    line = _first_line(path)
+    names = dict.fromkeys(name.strip(' "\ufeff\r\n') for name in line.split(delimiter_of(path)))
+    columns = (present_columns(names, each) for each in (IMAGE_COLUMNS, CAPTION_COLUMNS))
+    return bool(_PICTURE_FIRST.match(line)) or all(columns)
+
+
+def without_number(name: str) -> str:
+    """Returns the name of a picture without the number of its caption, as in ``a.jpg#0``."""
+    match = _PICTURE.fullmatch(name)
+    return match[1] if match else name
 
 
 def _encoding(path: Path) -> str:
@@ -41,16 +79,29 @@ def _encoding(path: Path) -> str:
 
 
 def csv_format(path: Path, delimiter: str) -> Format:
-    """Opens a table of text with a header; blanks after a delimiter are ignored."""
+    """Opens a table of text; blanks after a delimiter are ignored.
+
+    Raises ValueError if the first line names a picture, and has other than two cells.
+    """
+    if len(delimiter) != 1:
+        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
     encoding = _encoding(path)
 
     @contextmanager
-    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
+    def opened() -> Iterator[tuple[_TextRows, list[str], list[str]]]:
         with open(path, encoding=encoding, newline="") as file:
             reader = _TextRows(file, delimiter)
             try:
                 names = [name.replace("\ufeff", "").strip() for name in reader.header()]
-                yield reader, names
+                pictures = [*map(bool, map(_PICTURE.fullmatch, names))]
+                if any(pictures) and len(names) != 2:
+                    raise ValueError(
+                        f"{path} has no header: its first line names the picture "
+                        f"{names[pictures.index(True)]!r} in {len(names)} cells. Put a line such "
+                        "as 'filepath,title' before it"
+                    )
+                columns = ["filepath", "title"][:: 1 if pictures[:1] == [True] else -1]
+                yield reader, *((columns, names) if any(pictures) else (names, []))
             except (csv.Error, UnicodeDecodeError) as error:
                 at, cause, advice = f" line {reader.rows.line_num}", str(error), ""
                 if isinstance(error, UnicodeDecodeError):
@@ -59,8 +110,9 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 raise ValueError(f"{path}{at} does not parse: {cause}{advice}") from None
 
     def rows(findings: Findings) -> Rows:
-        with opened() as (reader, names):
-            for number, cells in reader.cells(len(names), path.name, findings):
+        with opened() as (reader, names, first):
+            lines = reader.cells(len(names), path.name, findings)
+            for number, cells in itertools.chain([(1, first)] if first else [], lines):
                 where = f"{path.name} line {number}"
                 if any(map(str.strip, cells[len(names) :])):
                     findings.add("extra_cells", where)
@@ -69,7 +121,7 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 row.pop("", None)
                 yield where, row
 
-    with opened() as (_, names):
+    with opened() as (_, names, _):
         check_once(path, [name for name in names if name])
         columns = dict.fromkeys(names, "")
     _, first = next(rows(Findings()), ("", {}))

@@ -137,9 +137,9 @@ def test_a_table_without_captions_makes_shards_without_captions(
 
 
 def test_delimiter_and_byte_order_mark(tmp_path: Path, images: Path) -> None:
-    table = tmp_path / "t.txt"
+    table = tmp_path / "t.dat"
     table.write_text("filepath|title\na.jpg|one\n", encoding="utf-8-sig")
-    with pytest.raises(ValueError, match=r"t\.txt ends in '\.txt'.*--delimiter"):
+    with pytest.raises(ValueError, match=r"t\.dat ends in '\.dat'.*--delimiter"):
         pack(images, tmp_path / "out", captions=table)
     assert pack(images, tmp_path / "out", captions=table, delimiter="|").counts["samples"] == 1
 

@@ -504,11 +504,64 @@ def test_a_bar_is_a_delimiter(tmp_path: Path, photos: Path) -> None:
     assert [*packed(tmp_path / "out").values()] == [["a", "b"]]
 
 
+FLICKR8K = "b.png#0\tA dog ; a cat , both .\nb.png#1\tTwo\nsub/a.jpg#0\tThree | four\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "captions"),
+    [
+        ("Flickr8k.token.txt", FLICKR8K, [["A dog ; a cat , both .", "Two"], ["Three | four"]]),
+        ("results.token", FLICKR8K.lstrip(), [["A dog ; a cat , both .", "Two"], ["Three | four"]]),
+        ("captions.txt", 'image,caption\nb.png,"A, b"\nb.png,Two\n', [["A, b", "Two"]]),
+        ("list.csv", '\n"b.png",a; b\nsub/a.jpg,c\n', [["a; b"], ["c"]]),
+        ("list.csv", "\ufeffb.png | a, b\nsub/a.jpg | c\n", [["a, b"], ["c"]]),
+        ("turned.tsv", "one\tb.png\ntwo\tsub/a.jpg\n", [["one"], ["two"]]),
+    ],
+)  # fmt: skip
+def test_tables_without_a_header_or_a_suffix_of_their_own(
+    name: str, text: str, captions: list[list[str]], tmp_path: Path, photos: Path
+) -> None:
+    (photos / name).write_text(text)
+    pack(photos, tmp_path / "out", captions=photos / name)
+    assert [*packed(tmp_path / "out").values()] == captions
+
+
+def test_a_table_among_pictures_is_offered_whatever_its_suffix(
+    tmp_path: Path, photos: Path
+) -> None:
+    (photos / "readme.txt").write_text("Pictures of 2019, taken by us\n")
+    pack(photos, tmp_path / "none")  # a text alone is no table
+    for name, text in (("Flickr8k.token.txt", FLICKR8K), ("captions.txt", "image,caption\n")):
+        (photos / name).write_text(text)
+        with pytest.raises(ValueError, match=f"--captions .*{name}"):
+            pack(photos, tmp_path / "out")
+        (photos / name).unlink()
+
+
+def test_texts_in_a_folder_of_their_own(tmp_path: Path, photos: Path) -> None:
+    texts = photos / "texts"
+    (texts / "sub").mkdir(parents=True)
+    (texts / "b.txt").write_text("one")
+    (texts / "none.txt").write_text("of no picture")
+    with pytest.raises(ValueError, match="--captions .*texts"):
+        pack(photos, tmp_path / "out")
+    (texts / "sub" / "a.txt").write_text("by its path")
+    (texts / "a.txt").write_text("of another picture")
+    (texts / "c.webp.txt").write_text("by its whole name")
+    counts = pack(photos, tmp_path / "out", captions=texts).counts
+    captions = sorted(packed(tmp_path / "out").values())
+    assert captions == [["by its path"], ["by its whole name"], ["one"]]
+    assert counts["findings"]["lone_text"]["count"] == 2
+    (texts / "b.txt").write_text("two")
+    with pytest.raises(ValueError, match=r"b\.txt"):  # other captions than those that were packed
+        pack(photos, tmp_path / "out", captions=texts)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("image,caption,caption\nb.png,a,b\n", "'caption' twice"),
-        ("b.png,a\nc.webp,b\n", "has no header.*'b.png'"),
+        ("b.png,0,a\nc.webp,1,b\n", "has no header.*'b.png'"),
     ],
 )
 def test_headers_that_cannot_be_right(
