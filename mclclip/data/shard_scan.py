@@ -114,7 +114,8 @@ def captions_by_field(data: bytes, captions: str) -> list[list[str]]:
 
 def is_caption(text: str) -> bool:
     """Returns False if a stripped text is blank or a word for a missing value."""
-    return bool(text) and (len(text) > 4 or text.lower() not in NO_TEXTS)
+    seen = any(map(str.isprintable, text.replace(" ", "")))  # unlike a zero-width space
+    return seen and (len(text) > 4 or text.lower() not in NO_TEXTS)
 
 
 def read_text(data: bytes) -> str:

@@ -117,6 +117,7 @@ def test_reasons_for_leaving_a_sample_out(
         ("txt", [("c.jpg", b"i")], "no_caption"),
         ("txt", [("c.jpg", b"i"), ("c.json", b'{"caption": "t"}')], "no_caption"),
         ("txt", [("c.jpg", b"i"), ("c.txt", b" \n\t")], "no_caption"),
+        ("txt", [("c.jpg", b"i"), ("c.txt", "\u200b \ufeff\u200b\n".encode())], "no_caption"),
         ("txt", [("c.jpg", b"i"), ("c.txt", b"")], "zero_byte_caption"),
         ("json:x", [("c.jpg", b"i"), ("c.txt", b"t")], "no_caption"),
         ("json:x", [("c.jpg", b"i"), ("c.json", b"{}")], "no_caption"),
