@@ -1,6 +1,8 @@
-"""Reads images and captions from one JSON document: a list of objects, or a published layout.
+"""Reads images and captions from one JSON document: objects of columns, or a published layout.
 
-The layouts are COCO's, Karpathy's, and ShareGPT4V's and LLaVA's conversations.
+Objects stand in a list, or in an object by the names of their pictures, as in kohya's metadata; a
+caption or a list of captions may stand in the place of each. The layouts are COCO's, Karpathy's,
+and ShareGPT4V's and LLaVA's conversations.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
 
 def json_format(path: Path) -> Format:
     """Opens a JSON document as a table. Raises ValueError for content of another kind."""
-    content = read_json(path)
+    content = _listed(read_json(path))
     if is_table(content):
 
         def rows(_: Findings) -> Rows:
@@ -38,6 +40,25 @@ def json_format(path: Path) -> Format:
             yield f"{path.name} caption {number}", {"file_name": name, "caption": text, **split}
 
     return Format({"file_name": "", "caption": ""}, rows_of_pairs, fixed=("file_name", "caption"))
+
+
+def _listed(content: Any) -> Any:
+    """Returns objects of columns as a list if they stand in an object by the names of pictures, or
+    if names and captions are pairs; other content as it is."""
+    if isinstance(content, list) and all(isinstance(e, list) and len(e) == 2 for e in content):
+        return [{"file_name": name, "caption": caption} for name, caption in content]
+    if not isinstance(content, dict) or content.get("images") or not content:
+        return content
+    if len(content) == 1 and isinstance(rows := next(iter(content.values())), list):
+        return rows if all(isinstance(row, dict) for row in rows) else content
+    rows = [v if isinstance(v, dict) else {"caption": v} for v in content.values()]
+    texts = [row["caption"] for row in rows if len(row) == 1 and "caption" in row]
+    if not all(isinstance(text, str | list) for text in texts):
+        return content
+    return [
+        row if present_columns(row, IMAGE_COLUMNS) else {"file_name": name, **row}
+        for name, row in zip(content, rows, strict=True)
+    ]
 
 
 def is_table(content: Any) -> bool:
@@ -80,7 +101,7 @@ def _entries_of_json(content: Any, path: Path, split: str | None, *, strict: boo
         ) from None
     raise ValueError(
         f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split (images "
-        "with sentences), nor a list of objects such as {image, caption}"
+        "with sentences), nor objects such as {image, caption}, nor captions by pictures' names"
     )
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +23,10 @@ from mclclip.data.shard_scan import MAX_TEXT_BYTES, TextFault, form_of_texts, pa
 from mclclip.data.table_formats import Format, Rows
 from mclclip.util.files import Roots, read_bounded
 
+log = logging.getLogger("mclclip")
+
 FILE_URL = "file://"
+_ABSOLUTE = re.compile(r"/|[A-Za-z]:/")
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 """Numbers of errors of one file or folder, which too many open files are not."""
 
@@ -81,9 +86,11 @@ def find_pictures(
     """Returns the path below ``root`` of each picture that a table names, by its name.
 
     Names start from ``root``, or from the folder of the table within it: the first of them with a
-    picture. If neither has one, each name is looked for in all sub-folders, as those of COCO's
-    train2017. Names that lead out of ``root`` stay, and so do those of missing pictures. Two
-    spellings of one path give the same path.
+    picture. If neither has one, they may be absolute paths of another machine, which end like files
+    below ``root``; or else each name is looked for in all sub-folders, as those of COCO's
+    train2017. A name without a suffix is that of the only picture that it fits. Names that lead out
+    of ``root`` stay, and so do those of missing pictures. Two spellings of one path give the same
+    path.
 
     Raises the error of ``ask``, of a message and a folder, if a name has files in two sub-folders.
     """
@@ -91,8 +98,17 @@ def find_pictures(
     base = os.path.abspath(root)
     beside = os.path.abspath(table if table.is_dir() else table.parent)
     for start in (base, *[beside] * beside.startswith(base + os.sep)):
-        if any(os.path.isfile(os.path.join(start, name)) for name in names):
-            return {name: _path_below(base, os.path.join(start, name), name) for name in names}
+        if any(os.path.isfile(_file_at(start, name)) for name in names):
+            return {name: _path_below(base, _file_at(start, name), name) for name in names}
+    if (elsewhere := _folder_elsewhere(names, base)) is not None:
+        log.info(
+            "%s names pictures in %s, which is not here: they are read from %s", table, elsewhere,
+            root,
+        )  # fmt: skip
+        return {
+            name: _path_below(base, _file_at(base, _plain_path(name).removeprefix(elsewhere)), name)
+            for name in names
+        }
     bare = {os.path.basename(name) for name in names if not os.path.isabs(name)}
     places = defaultdict[str, list[str]](list)
     for path in walk(root, roots, Findings()) if bare else ():
@@ -107,6 +123,33 @@ def find_pictures(
             raise ask(f"{name} is in {folders[0]} and in {folders[-1]}, choose one", folders[0])
         paths[name] = _path_below(base, files[0] if files else os.path.join(base, name), name)
     return paths
+
+
+def _file_at(folder: str, name: str) -> str:
+    """Returns the path of a name in a folder; of one without suffix that of the only picture."""
+    path = os.path.join(folder, name)
+    if os.path.isfile(path) or suffix_of(name) in PICTURE_SUFFIXES:
+        return path
+    files = [
+        f"{path}.{suffix}" for suffix in PICTURE_SUFFIXES if os.path.isfile(f"{path}.{suffix}")
+    ]
+    return files[0] if len(files) == 1 else path
+
+
+def _folder_elsewhere(names: Sequence[str], base: str) -> str | None:
+    """Returns the folder that absolute names begin with, where its pictures lie in ``base`` here:
+    what one of the first names has behind it is a file in ``base``. None if there is no such."""
+    for name in map(_plain_path, names[:100]):
+        parts = name.split("/")
+        for at in range(1, len(parts)) if _ABSOLUTE.match(name) else ():
+            if os.path.isfile(_file_at(base, os.path.join(*parts[at:]))):
+                return "/".join([*parts[:at], ""])
+    return None
+
+
+def _plain_path(name: str) -> str:
+    """Returns a path of Windows with slashes; another name stays."""
+    return name.replace("\\", "/") if re.match(r"[A-Za-z]:\\|\\\\", name) else name
 
 
 def _path_below(base: str, path: str, name: str) -> str:

@@ -236,6 +236,8 @@ def _kind(path: Path, delimiter: str | None) -> str:
     if delimiter is not None:
         return "csv"
     suffix = path.suffix.lower()
+    if suffix in (".xlsx", ".xls", ".ods"):
+        raise ValueError(f"{path} is a spreadsheet: save it as CSV, and give that")
     if suffix not in KINDS:
         raise ValueError(
             f"{path} ends in {path.suffix!r}, expected one of {', '.join(KINDS)}: give the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,8 +430,10 @@ def test_what_is_ambiguous_is_one_line_with_the_command(
         ("t.jsonl", b"[1]\n", "line 1 is not an object of columns"),
         ("t.jsonl", b"[" * 900 + b"]" * 900, "line 1 is nested deeper than 64 levels"),
         ("t.json", b"{}", "holds neither COCO captions"),
+        ("t.json", b'{"b.png": 3}', "holds neither COCO captions"),
+        ("t.xlsx", b"PK", "save it as CSV"),
         ("t.tar", b"no tar" * 100, "no usable image in .*unreadable_shard"),
-        ("t.xlsx", b"PK", "ends in '.xlsx', expected one of"),
+        ("t.docx", b"PK", "ends in '.docx', expected one of"),
         ("t.csv", b"", r"t\.csv is empty"),
         ("t.csv", b"image,text\nb.png,caf\xe9\n", "does not parse: .*: save it as UTF-8"),
         ("t.csv", b"url,text\nhttp://x/a.jpg,a\n", "has addresses in 'url': fetch the images"),
@@ -536,6 +539,49 @@ def test_a_table_among_pictures_is_offered_whatever_its_suffix(
         with pytest.raises(ValueError, match=f"--captions .*{name}"):
             pack(photos, tmp_path / "out")
         (photos / name).unlink()
+
+
+JSON = {
+    "by name": {"b.png": "x", "sub/a.jpg": "y"},
+    "lists by name": {"b.png": ["x"], "sub/a.jpg": ["y", "z"]},
+    "by name without suffix": {"b": {"caption": "x"}, "sub/a": {"caption": "y"}},  # kohya's
+    "by number": {"1": {"image": "b.png", "text": "x"}, "2": {"image": "sub/a.jpg", "text": "y"}},
+    "below one name": {"data": [{"image": "b.png", "text": "x"}, {"image": "sub/a", "text": "y"}]},
+    "pairs": [["b.png", "x"], ["sub/a.jpg", "y"]],
+}
+
+
+@pytest.mark.parametrize("form", JSON)
+def test_forms_of_json(form: str, tmp_path: Path, photos: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps(JSON[form]))
+    pack(photos, tmp_path / "out", captions=tmp_path / "t.json")
+    second = ["y", "z"] if "lists" in form else ["y"]
+    images = ((photos / name).read_bytes() for name in ("b.png", "sub/a.jpg"))
+    assert packed(tmp_path / "out") == dict(zip(images, [["x"], second], strict=True))
+
+
+@pytest.mark.parametrize(
+    "start", ["/home/me/photos/", "C:\\Users\\me\\photos\\", "\\\\nas\\photos\\"]
+)
+def test_absolute_names_of_another_machine(start: str, tmp_path: Path, photos: Path) -> None:
+    """The folder that they begin with there stands for the folder here, and for nothing else."""
+    names = ["sub/a.jpg", "b.png", "gone/a.jpg"]
+    names = [start + (name.replace("/", "\\") if "\\" in start else name) for name in names]
+    write_csv(tmp_path / "t.csv", ["image", "caption"], [[name, name[-5]] for name in names])
+    counts = pack(photos, tmp_path / "out", captions=tmp_path / "t.csv").counts
+    images = ((photos / name).read_bytes() for name in ("sub/a.jpg", "b.png"))
+    assert packed(tmp_path / "out") == dict(zip(images, [["a"], ["b"]], strict=True))
+    assert counts["findings"]["missing_image"]["count"] == 1
+
+
+def test_a_name_without_suffix_that_two_pictures_fit_is_missing(
+    tmp_path: Path, photos: Path
+) -> None:
+    shutil.copy(photos / "c.webp", photos / "b.webp")
+    write_csv(tmp_path / "t.csv", ["image", "caption"], [["b", "x"], ["c", "y"]])
+    counts = pack(photos, tmp_path / "out", captions=tmp_path / "t.csv").counts
+    assert packed(tmp_path / "out") == {(photos / "c.webp").read_bytes(): ["y"]}
+    assert counts["findings"]["missing_image"]["examples"] == ["b"]
 
 
 def test_texts_in_a_folder_of_their_own(tmp_path: Path, photos: Path) -> None:
