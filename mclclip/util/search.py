@@ -1,11 +1,14 @@
-"""Exact search among rows by faiss, block by block: the nearest rows, and all pairs of near rows.
+"""Search among rows by faiss, block by block: the nearest rows, and all pairs of near rows.
 
 Rows can be arrays, memory-mapped files, or anything that can be sliced like them (``Rows``); they
 are never in memory all at once. faiss computes in float32 and proposes candidates. Their products
-are computed again in float64, row by row, so that equal rows get equal numbers. If rounding in
-float32 could have hidden a better row (``cosine_margin``), all rows of the block are computed in
-float64. So results depend neither on blocks, nor on the number of queries, nor on the device on
-which faiss computes.
+are computed again in float64, row by row, so that equal rows get equal numbers.
+
+Pairs of near rows are all found: faiss is asked for those above the threshold less the most that
+rounding in float32 can hide (``cosine_margin``). The nearest rows are chosen among a few candidates
+more than are wanted (``SPARE``). They depend on blocks, on the number of queries or on the device
+only if more rows than these are as near as the last one, up to rounding in float32; then any of
+these rows can be the result.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from hashlib import blake2b
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -124,8 +126,10 @@ def nearest(
 ) -> tuple[NDArray[np.float32], Integers]:
     """Finds, for each query [Q, D], the k rows of ``bank`` [N, D] with the largest product.
 
-    Rows of the bank have unit length. Returns the products, rounded to float32, and the row
-    numbers, both [Q, k], nearest first; ties go to the lower row, and copies of a row tie exactly.
+    Rows of the bank have unit length. Returns the products, computed in float64 and rounded to
+    float32, and the row numbers, both [Q, k], nearest first. Copies of a row tie exactly, and the
+    lower row comes first. Of more than ``SPARE`` rows that are as near as the k-th, up to rounding
+    in float32, any can be among the k.
     Memory: the result, a block of ``query_rows``, and two blocks of ``bank_rows`` in float32.
     ``what`` names the caller in the error for a missing faiss; ``make`` makes the index of a block
     (None: ``choose_index``). Raises ValueError unless 1 <= k <= N, and if faiss is missing.
@@ -137,17 +141,17 @@ def nearest(
     products = np.full((len(queries), k), -np.inf, np.float32)
     rows = np.full((len(queries), k), len(bank), np.int64)  # N stands for no row
     for block in cuts(len(bank), bank_rows):
-        part = _Part(np.asarray(bank[block], np.float32), block.start, k)
-        wide = min(k + SPARE, len(part.different))
-        index = _filled(make if wide <= MOST else faiss.IndexFlatIP, part.different)
+        part = np.asarray(bank[block], np.float32)
+        wide = min(k + SPARE, len(part))
+        index = _filled(make if wide <= MOST else faiss.IndexFlatIP, part)
         for cut in cuts(len(queries), query_rows):
             part_queries = np.asarray(queries[cut], np.float32)
-            proposed, near = index.search(part_queries, wide)
-            for number, query in enumerate(part_queries):
-                best, near_rows = part.nearest(query, proposed[number], near[number], k)
-                place = cut.start + number
-                best = np.concatenate([products[place], best])
-                near_rows = np.concatenate([rows[place], near_rows])
+            _, near = index.search(part_queries, wide)
+            for place, query, candidates in zip(
+                range(cut.start, cut.stop), part_queries.astype(np.float64), near, strict=True
+            ):
+                best = np.concatenate([products[place], _products(part, candidates, query)])
+                near_rows = np.concatenate([rows[place], block.start + candidates])
                 order = np.lexsort((near_rows, -best))[:k]
                 products[place], rows[place] = best[order], near_rows[order]
     return products, rows
@@ -156,7 +160,8 @@ def nearest(
 def nearest_to_few(
     queries: Floats, bank: NDArray[np.float32], k: int
 ) -> tuple[NDArray[np.float32], Integers]:
-    """Returns the same as ``nearest``, without faiss: computes all Q N products in float64."""
+    """Finds the k nearest rows as ``nearest`` does, without faiss: computes all Q N products in
+    float64, so that all ties go to the lower row."""
     every = np.arange(len(bank))
     products = np.empty((len(queries), k), np.float32)
     rows = np.empty((len(queries), k), np.int64)
@@ -165,41 +170,6 @@ def nearest_to_few(
         rows[place] = np.lexsort((every, -exact))[:k]
         products[place] = exact[rows[place]]
     return products, rows
-
-
-class _Part:
-    """A block of the bank: its distinct rows, and the numbers of the first k copies of each."""
-
-    def __init__(self, rows: NDArray[np.float32], start: int, k: int) -> None:
-        groups: dict[bytes, list[int]] = {}
-        for row, values in enumerate(rows):
-            groups.setdefault(blake2b(values.tobytes(), digest_size=16).digest(), []).append(row)
-        self.members = [start + np.array(copies[:k], np.int64) for copies in groups.values()]
-        self.different = rows[[copies[0] for copies in groups.values()]]
-
-    def nearest(
-        self, query: NDArray[np.float32], proposed: NDArray[np.float32], near: Integers, k: int
-    ) -> tuple[NDArray[np.float32], Integers]:
-        """Returns the products and numbers of at most k nearest rows, nearest first.
-
-        ``proposed`` [m] are faiss's products, ``near`` [m] the places of these distinct rows.
-        """
-        products, rows = self._in_order(query, near, k)
-        if len(near) < len(self.different):
-            scale = max(1.0, float(np.linalg.norm(query)))
-            unseen = float(proposed[-1]) + cosine_margin(len(query)) * scale
-            if len(rows) < k or products[-1] <= unseen:
-                return self._in_order(query, np.arange(len(self.different)), k)
-        return products, rows
-
-    def _in_order(
-        self, query: NDArray[np.float32], places: Integers, k: int
-    ) -> tuple[NDArray[np.float32], Integers]:
-        exact = _products(self.different, places, query.astype(np.float64))
-        exact = np.repeat(exact, [len(self.members[place]) for place in places])
-        rows = np.concatenate([self.members[place] for place in places])
-        order = np.lexsort((rows, -exact))[:k]
-        return exact[order], rows[order]
 
 
 def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDArray[np.float32]:

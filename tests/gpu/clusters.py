@@ -253,7 +253,7 @@ def searches(where: Where) -> str:
     on_gpu = choose_index(faiss)
     assert on_gpu is not faiss.IndexFlatIP, "the CPU was chosen"
     bank = planted(40_000, 512, 300)
-    bank[:3000] = planted(3000, 512, 1, noise=0.01)
+    bank[:3000] = planted(3000, 512, 1, noise=0.1)
     bank[100:110] = bank[5]
     queries = bank[::40]
     for k in (1, 10, 2000, 2100):

@@ -17,7 +17,7 @@ from mclclip.eval.classification import LabelledFeatures, accuracy_figures
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import knn
 from mclclip.util import search
-from tests.unit.test_search import spare, unit_rows  # noqa: F401
+from tests.unit.test_search import unit_rows
 
 
 def few_directions(count: int, seed: int) -> np.ndarray:
@@ -54,7 +54,6 @@ def test_majority_of_two_classes_is_scikit_learn_s(k: int) -> None:
     assert np.array_equal(knn.vote(similarity, labels[rows], 2), reference.predict(queries))
 
 
-@pytest.mark.usefixtures("spare")
 @pytest.mark.parametrize("weights", ["majority", "similarity"])
 @pytest.mark.parametrize("make", [unit_rows, few_directions])
 @pytest.mark.parametrize("k", [1, 4, 10])
