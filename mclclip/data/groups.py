@@ -20,7 +20,7 @@ from mclclip.util.files import Record, read_json, records_of, with_path_in_error
 
 Integers = npt.NDArray[np.int64]
 
-_HEADER, _KNOWN_BAD = "grouped_index.json", "known_bad.json"
+_HEADER = "grouped_index.json"
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
 _WEIGHTED = ("draws", "weight_sums")  # more arrays, where samples have weights
 
@@ -207,7 +207,7 @@ class StageGroups:
     @property
     def is_written(self) -> bool:
         """True if the grouped index is complete on disk."""
-        return all((self.directory / name).exists() for name in (_HEADER, _KNOWN_BAD))
+        return (self.directory / _HEADER).exists()
 
     def records(self) -> dict[str, Record]:
         """Returns the records (size and digest) of its files, by names such as 'FOLDER/FILE'."""
@@ -233,16 +233,16 @@ class StageGroups:
             "radices": list(grouped.radices),
             "num_samples": grouped.num_samples,
             "num_groups": grouped.num_groups,
+            "known_bad": bad_ids.tolist(),
             **({} if grouped.draws is None else {"weighted": True}),
         }
         with with_path_in_errors(self.directory):
             (self.directory / _HEADER).unlink(missing_ok=True)
             for name in _ARRAYS + (() if grouped.draws is None else _WEIGHTED):
                 save_npy(self.directory / f"{name}.npy", getattr(grouped, name))
-            write_json(self.directory / _KNOWN_BAD, {"known_bad": [int(i) for i in bad_ids]})
             write_json(self.directory / _HEADER, header)
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """Returns the grouped index (memory-mapped) and the ids that were left out of it."""
-        known_bad = _read(self.directory / _KNOWN_BAD, ("known_bad",))["known_bad"]
+        known_bad = _read(self.directory / _HEADER, ("known_bad",))["known_bad"]
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

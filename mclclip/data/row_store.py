@@ -29,7 +29,7 @@ from mclclip.data.arrays import (
     write_npy_parts,
 )
 from mclclip.data.remote import StoredFile
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_index import EXCLUDED, SampleIndex
 from mclclip.data.shard_reader import ShardReader
 from mclclip.run.artifacts import Manifest, RunPaths, is_finished, verb_of
 from mclclip.util import files
@@ -55,10 +55,14 @@ class Note:
     """The note on a shard's rows."""
 
     record: Record
-    reasons: dict[int, str]
-    """Why samples have no row, by sample id."""
-    bytes_of: dict[int, str]
-    """The marks of these samples' bytes when they were read (`SampleIndex.bytes_of`)."""
+    bad: dict[int, dict[str, str]]
+    """The samples without a row, by their ids: why, and a mark of their bytes when they were read
+    (`SampleIndex.mark_bad`)."""
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Why samples have no row, by sample id."""
+        return {sample_id: entry["reason"] for sample_id, entry in self.bad.items()}
 
 
 def write_shard(
@@ -89,9 +93,7 @@ def write_shard(
             digest.update(stored.data)
             reasons |= bad
     record = Record(path.stat().st_size, digest.hexdigest())
-    bytes_of = index.bytes_of(list(reasons))
-    bad_samples = {str(i): {"reason": r, "bytes": bytes_of[i]} for i, r in reasons.items()}
-    note = {"shard": number, "record": asdict(record), "bad": bad_samples}
+    note = {"shard": number, "record": asdict(record), "bad": index.mark_bad(reasons)}
     files.write_json(path.with_suffix(".json"), note)
     return reasons
 
@@ -102,17 +104,10 @@ def read_note(directory: Path, number: int) -> Note | None:
     path = rows.with_suffix(".json")
     try:
         fields = files.read_json(path)
-        if fields["shard"] != number:
-            return None
         bad = {int(sample_id): entry for sample_id, entry in fields["bad"].items()}
-        record = Record(**fields["record"])
-        if rows.stat().st_size != record.size_bytes:
-            return None
-        return Note(
-            record,
-            {sample_id: entry["reason"] for sample_id, entry in bad.items()},
-            {sample_id: entry["bytes"] for sample_id, entry in bad.items()},
-        )
+        note = Note(Record(**fields["record"]), bad)
+        fits = fields["shard"] == number and rows.stat().st_size == note.record.size_bytes
+        return note if fits else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # then the shard is written again
 
@@ -163,9 +158,9 @@ def num_restored(directory: Path, index: SampleIndex, excluded: Collection[int] 
 
 
 def _count_restored(note: Note, index: SampleIndex, excluded: Collection[int]) -> int:
-    now = index.bytes_of([*note.bytes_of])
-    lifted = {i for i, reason in note.reasons.items() if reason == "excluded"}.difference(excluded)
-    return sum(now[i] != was or i in lifted for i, was in note.bytes_of.items())
+    still_bad = index.still_bad(note.bad)
+    lifted = {i for i, reason in note.reasons.items() if reason == EXCLUDED}.difference(excluded)
+    return sum(i not in still_bad or i in lifted for i in note.bad)
 
 
 def left_out(directory: Path, num_shards: int) -> Integers:

@@ -94,7 +94,7 @@ class SampleIndex:
                 f"{INDEX_AGAIN}"
             )
         self._listed: dict[str, dict[str, str]] = {}
-        self._holding: dict[str, dict[str, str]] = {}
+        self._still_bad: dict[int, dict[str, str]] = {}
         for field in SCHEMA:
             if table.schema.field(field.name).type != field.type:
                 raise ValueError(f"{field.name} is {table.schema.field(field.name).type}")
@@ -310,30 +310,35 @@ class SampleIndex:
 
     # --- samples that cannot be decoded ---
 
-    def bytes_of(self, ids: Sequence[int]) -> dict[int, str]:
-        """Reads samples, and returns for each id a mark of its bytes, such as '5120+43:9f8e21ac'.
+    def mark_bad(self, reasons: Mapping[int, str]) -> dict[int, dict[str, str]]:
+        """Makes an entry ``{"reason": ..., "bytes": ...}`` of each bad sample {sample_id: reason}.
 
-        These are the sizes of image and text and the CRC-32 of both; 'missing' if the shard is not
-        there. An equal mark says that a sample has not changed.
+        ``bytes`` is a mark such as '5120+43:9f8e21ac': the sizes of image and text, and the CRC-32
+        of both, which are read; 'missing' if the shard is not there.
         """
-        reader, marks = ShardReader([shard.stored for shard in self.shards]), {}
-        for sample_id in self.checked(ids).tolist():
+        reader, entries = ShardReader([shard.stored for shard in self.shards]), {}
+        for sample_id in self.checked([*reasons]).tolist():
             shard = int(self.shard_of[sample_id])
             image_at, text_at = self.image_offset[sample_id], self.text_offset[sample_id]
             try:
                 image = reader.read(shard, int(image_at), int(self.image_size[sample_id]))
                 text = reader.read(shard, int(text_at), int(self.text_size[sample_id]))
-                crc = zlib.crc32(text, zlib.crc32(image))
-                marks[sample_id] = f"{len(image)}+{len(text)}:{crc:08x}"
+                mark = f"{len(image)}+{len(text)}:{zlib.crc32(text, zlib.crc32(image)):08x}"
             except FileNotFoundError:
-                marks[sample_id] = "missing"
-        return marks
+                mark = "missing"
+            entries[sample_id] = {"reason": reasons[sample_id], "bytes": mark}
+        return entries
 
-    def bad_samples(self) -> dict[str, dict[str, str]]:
-        """Returns ``{key: {"reason": ..., "bytes": ...}}`` of the undecodable samples so far.
+    def still_bad(self, entries: Mapping[int, dict[str, str]]) -> dict[int, dict[str, str]]:
+        """Returns the entries of ``mark_bad`` whose samples have the same bytes now: a shard may
+        have been restored since."""
+        now = self.mark_bad({i: entry["reason"] for i, entry in entries.items()})
+        return {i: entry for i, entry in entries.items() if entry == now[i]}
 
-        Samples whose bytes have changed since, as in a shard that was restored, do not count any
-        more. To know, this reads the samples' bytes, once for a file of bad samples.
+    def bad_samples(self) -> dict[int, dict[str, str]]:
+        """Returns the entries of the undecodable samples so far that are ``still_bad``, by id.
+
+        The bytes of these samples are read once for each content of ``bad_samples.json``.
         """
         path = self.directory / BAD_SAMPLES
         with damaged_if_unreadable(path, "take it away: what cannot be decoded is found again"):
@@ -341,18 +346,14 @@ class SampleIndex:
             if not all(isinstance(listed[key]["reason"], str) for key in listed):
                 raise TypeError("its reasons are no texts")
         if listed != self._listed:
-            self._listed, self._holding = listed, self._unchanged(listed)
-        return dict(self._holding)
-
-    def _unchanged(self, listed: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        """Returns the entries of the samples whose bytes have not changed."""
-        ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
-        now = self.bytes_of(list(ids.values()))
-        return {key: e for key, e in listed.items() if e.get("bytes") == now[ids[key]]}
+            ids = self.ids_of(list(listed)).tolist()
+            self._still_bad = self.still_bad(dict(zip(ids, listed.values(), strict=True)))
+            self._listed = listed
+        return self._still_bad
 
     def bad_ids(self) -> npt.NDArray[np.int64]:
         """Returns the sorted ids of ``bad_samples``."""
-        return np.sort(self.ids_of(list(self.bad_samples())))
+        return np.array(sorted(self.bad_samples()), np.int64)
 
     def add_bad(self, reasons: Mapping[int, str]) -> None:
         """Adds ``{sample_id: reason}`` to ``bad_samples.json``; a sample keeps its first reason.
@@ -360,16 +361,11 @@ class SampleIndex:
         `REASONS_OF_ONE_READER` do not count. Only rank 0 may call this: two processes that replace
         the file at once would lose entries.
         """
-        ids = sorted(i for i, reason in reasons.items() if reason not in REASONS_OF_ONE_READER)
-        if not ids:
-            return
-        now = self.bytes_of(ids)
-        entries = {
-            key: {"reason": reasons[i], "bytes": now[i]}
-            for i, key in zip(ids, self.keys(ids), strict=True)
-        }
-        merged = {**entries, **self.bad_samples()}
-        write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
+        new = {i: reason for i, reason in reasons.items() if reason not in REASONS_OF_ONE_READER}
+        if new:
+            entries = {**self.mark_bad(new), **self.bad_samples()}
+            by_key = zip(self.keys([*entries]), entries.values(), strict=True)
+            write_json(self.directory / BAD_SAMPLES, dict(sorted(by_key)))
 
     def check_bad_fraction(self, reasons: Mapping[int, object], max_bad_fraction: float) -> None:
         """Raises ValueError if more than the share ``max_bad_fraction`` of all samples are bad.
