@@ -152,17 +152,6 @@ class Groups:
             first = stop
         return batches
 
-    def drawn(self, random: np.random.Generator, most: int) -> Integers:
-        """Draws groups, at least one, until they have about ``most`` pairs; returns their
-        samples."""
-        sizes = np.diff(self.starts)
-        order = random.permutation(len(sizes))
-        pairs = np.cumsum((sizes * (sizes - 1) // 2)[order])
-        is_drawn = np.zeros(len(sizes), bool)
-        is_drawn[order[: max(int(np.searchsorted(pairs, most, side="right")), 1)]] = True
-        ids: Integers = self.ids[np.repeat(is_drawn, sizes)]
-        return ids
-
 
 def equal_pairs(
     rows: Embeddings, usable: NDArray[np.bool_], above: float, *, what: str

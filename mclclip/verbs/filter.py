@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,8 +46,8 @@ QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 SURVEYED = (0.9, 0.95, 0.99)
 """Without any filter, pairs above each of these cosines are counted."""
 
-SURVEYED_PAIRS = 2 * 10**10
-"""Most pairs that are compared for these counts: some minutes of one core."""
+SURVEYED_SAMPLES = 100_000
+"""Most samples that are compared for these counts: a minute or two of one core."""
 
 Within = Literal["clusters", "all"]
 
@@ -309,46 +308,24 @@ def _leave_out_near_duplicates(inputs: CurateInputs, above: float, decisions: De
 
 
 def _log_near_pairs(inputs: CurateInputs, seed: int) -> None:
-    """Logs how many samples are near another one, to help choose a threshold.
+    """Logs how many pairs of samples are near each other, to help choose a threshold.
 
-    If there are many samples, the seed draws some to compare, and numbers of all are estimated.
+    If there are more than ``SURVEYED_SAMPLES``, the seed draws so many to compare. A share of the
+    samples has the square of that share of the pairs; so numbers of all are estimated.
     """
-    left, equal = inputs.usable.copy(), 0
-    for piece in near.equal_pairs(inputs.images, inputs.usable, max(SURVEYED), what="filter"):
-        left[piece.rows[:, 1]] = False
-        equal += len(piece.rows)
-    # With clusters, whole clusters are drawn, and a share of the clusters has that share of the
-    # pairs. Without, a share of the samples has the square of that share of the pairs.
-    random = np.random.default_rng([seed, 7])
-    if inputs.labels is not None:
-        groups, power = near.Groups(inputs.labels, left), 1
-        every, ids = groups.ids, groups.drawn(random, SURVEYED_PAIRS)
-    else:
-        every, power = np.flatnonzero(left), 2
-        ids = random.permutation(every)[: math.isqrt(2 * SURVEYED_PAIRS)]
-    drawn = np.zeros(len(left), bool)
+    usable = np.flatnonzero(inputs.usable)
+    ids = np.random.default_rng([seed, 7]).permutation(usable)[:SURVEYED_SAMPLES]
+    share = len(ids) / max(len(usable), 1)
+    drawn = np.zeros(len(inputs.usable), bool)
     drawn[ids] = True
-    share = (len(ids) / len(every)) ** power if len(every) else 1.0
-    whole_groups = inputs.labels is not None or share == 1
-    pairs = dict.fromkeys(SURVEYED, 0)
-    components = {above: near.Components(len(left)) for above in SURVEYED}
+    pairs = np.zeros(len(SURVEYED), np.int64)
     for piece in near.near_pairs(inputs.images, drawn, min(SURVEYED), inputs.labels, what="filter"):
-        for above in SURVEYED:
-            close = piece.rows[piece.cosines > above]
-            pairs[above] += len(close)
-            if whole_groups:
-                components[above].add(close)
-    log.info(
-        "filter: %s samples are equal to an earlier one; near pairs of the others %s%s",
-        f"{equal:,}", "among all" if inputs.labels is None else "within clusters",
-        "" if share == 1 else f", estimated from {100 * share:.2g} % of them",
-    )  # fmt: skip
-    for above in SURVEYED:
-        copies = int((components[above].lowest() != np.arange(len(left))).sum())
-        left_out = f", at most {equal + copies / share:,.0f} samples would be left out"
+        pairs += (piece.cosines > np.array(SURVEYED)[:, None]).sum(axis=1)
+    for above, number in zip(SURVEYED, pairs.tolist(), strict=True):
         log.info(
-            "filter: %s pairs above %g%s", f"{pairs[above] / share:,.0f}", above,
-            left_out if whole_groups else "",
+            "filter: %s pairs above %g %s%s", f"{number / share**2 if number else 0:,.0f}", above,
+            "among all samples" if inputs.labels is None else "within clusters",
+            "" if share == 1 else f", estimated from {100 * share:.2g} % of the samples",
         )  # fmt: skip
     log.info(
         "filter: nothing is written without --min-clip-score, --keep-share, --near-duplicates or "

@@ -23,7 +23,6 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, RunPaths, read_manifest
 from mclclip.util import search
 from mclclip.util.files import record_of
-from mclclip.util.remake import Remake
 from mclclip.verbs import cluster
 from mclclip.verbs import filter as filtering
 from mclclip.verbs.filter import CODES
@@ -338,21 +337,23 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     shown = np.quantile(scores()[np.isfinite(scores())], 0.5)
     assert "57 samples (2 without a caption, 1 without an embedding)" in caplog.text
     assert f"50 % {shown:.4f}" in caplog.text
-    assert (
-        "2 samples are equal to an earlier one; near pairs of the others among all" in caplog.text
-    )
-    assert "4 pairs above 0.95, at most 6 samples would be left out" in caplog.text
-    assert "0 pairs above 0.99, at most 2 samples would be left out" in caplog.text
+    assert "6 pairs above 0.95 among all samples\n" in caplog.text
+    assert "2 pairs above 0.99 among all samples\n" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(filtering, "SURVEYED_PAIRS", 200)
     with caplog.at_level(logging.INFO, "mclclip"):
         filtering.run(config, SINGLE)
-    assert re.search(r"others within clusters, estimated from \d+ % of them", caplog.text)
+    assert "2 pairs above 0.99 within clusters\n" in caplog.text
     caplog.clear()
+    monkeypatch.setattr(filtering, "SURVEYED_SAMPLES", 40)  # of 59 with an embedding
     with caplog.at_level(logging.INFO, "mclclip"):
-        filtering.run(config, SINGLE, within="all")  # 20 of 57 samples are compared
-    assert "others among all, estimated from 12 % of them" in caplog.text
-    assert "would be left out" not in caplog.text
+        filtering.run(config, SINGLE, within="all")
+    usable = np.delete(np.arange(COUNT), BROKEN)
+    drawn = set(np.random.default_rng([config.seed, 7]).permutation(usable)[:40].tolist())
+    first, second, third = CHAIN
+    num_pairs = sum({*pair} <= drawn for pair in EXACT | NEAR | {(first, second), (second, third)})
+    assert num_pairs > 0
+    estimate = f"{num_pairs / (40 / 59) ** 2:.0f} pairs above 0.95 among all samples, estimated"
+    assert f"{estimate} from 68 % of the samples\n" in caplog.text
 
 
 def test_many_equal_embeddings_cost_no_more_than_their_number(
@@ -380,15 +381,12 @@ def test_many_equal_embeddings_cost_no_more_than_their_number(
 def test_data_without_any_pair_are_surveyed(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Four pictures, and copies of them: each is alone in its cluster."""
-    rows = np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
+    rows = np.eye(COUNT, DIM, dtype=np.float16)
     rows[BROKEN] = 0.0
     embed(config, rows)
-    cluster.run(config, SINGLE, stage=0, force=Remake.ALL)
     with caplog.at_level(logging.INFO, "mclclip"):
-        assert filtering.run(config, SINGLE, within="clusters") is None
-    assert "55 samples are equal to an earlier one" in caplog.text
-    assert "0 pairs above 0.95, at most 55 samples would be left out" in caplog.text
+        assert filtering.run(config, SINGLE, within="all") is None
+    assert "0 pairs above 0.9 among all samples\n" in caplog.text
 
 
 def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
