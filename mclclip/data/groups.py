@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.labels import SampleWeights, check_labels, label_space, locate_draws
-from mclclip.util.files import Record, read_json, records_of, with_path_in_errors, write_json
+from mclclip.util.files import (
+    Record,
+    damaged_if_unreadable,
+    read_json,
+    records_of,
+    with_path_in_errors,
+    write_json,
+)
 
 Integers = npt.NDArray[np.int64]
 
@@ -118,20 +125,13 @@ class GroupedIndex(GroupSizes):
     def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
         """Opens a grouped index that ``verb`` wrote, memory-mapped and read-only.
 
-        Raises FileNotFoundError if it is not finished, RuntimeError if its files do not fit each
-        other.
+        Raises FileNotFoundError if it is not finished, RuntimeError if a file cannot be read.
         """
         directory = Path(directory)
-        header = _read(directory / _HEADER, ("radices", "num_samples", "num_groups"), verb)
+        with damaged_if_unreadable(directory / _HEADER, f"run 'mclclip {verb} --force'"):
+            header = read_json(directory / _HEADER)
         names = [f"{n}.npy" for n in _ARRAYS + (_WEIGHTED if header.get("weighted") else ())]
         arrays = [open_npy(directory / name, verb) for name in names]
-        num_samples, num_groups = header["num_samples"], header["num_groups"]
-        sizes = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
-        if (got := [len(array) for array in arrays]) != sizes:
-            raise RuntimeError(
-                f"grouped index {directory}: its arrays have {got} rows, its header says {sizes}: "
-                f"run 'mclclip {verb} --force' to make it again"
-            )
         ids, starts, labels = arrays[:3]
         draws, sums = (np.asarray(arrays[3]), arrays[4]) if arrays[3:] else (None, None)
         plain = np.asarray(starts), np.asarray(labels), tuple(header["radices"])
@@ -181,19 +181,6 @@ def group_samples(
 # --- on disk ---------------------------------------------------------------------------------
 
 
-def _read(path: Path, names: tuple[str, ...], verb: str = "train") -> dict[str, Any]:
-    """Reads a JSON file that ``verb`` wrote; RuntimeError if it lacks one of the ``names``."""
-    try:
-        fields: dict[str, Any] = read_json(path)
-        if missing := [name for name in names if name not in fields]:
-            raise ValueError(f"it has no {missing[0]}")
-        return fields
-    except (ValueError, TypeError) as error:
-        raise RuntimeError(
-            f"{path} is damaged ({error}): run 'mclclip {verb} --force' to make it again"
-        ) from error
-
-
 class StageGroups:
     """The grouped index of one training on disk. It is written once, and a resumed run reads it.
 
@@ -231,8 +218,6 @@ class StageGroups:
         self.directory.mkdir(parents=True, exist_ok=True)
         header = {
             "radices": list(grouped.radices),
-            "num_samples": grouped.num_samples,
-            "num_groups": grouped.num_groups,
             "known_bad": bad_ids.tolist(),
             **({} if grouped.draws is None else {"weighted": True}),
         }
@@ -244,5 +229,6 @@ class StageGroups:
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """Returns the grouped index (memory-mapped) and the ids that were left out of it."""
-        known_bad = _read(self.directory / _HEADER, ("known_bad",))["known_bad"]
-        return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)
+        grouped = GroupedIndex.open(self.directory)
+        known_bad = read_json(self.directory / _HEADER)["known_bad"]
+        return grouped, np.asarray(known_bad, dtype=np.int64)

@@ -153,12 +153,6 @@ def read_shards(directory: Path) -> list[Shard]:
     with damaged_if_unreadable(path, INDEX_AGAIN):
         entries = read_json(path) if path.exists() else []
         shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
-        for before, shard in zip([None, *shards], shards, strict=False):
-            texts = (shard.path, shard.source, shard.captions, shard.tag, shard.subset, shard.name)
-            if not all(isinstance(t, str) for t in (*texts, *shard.attributes)):
-                raise TypeError(f"{shard} has fields of other types")
-            if not (before.stop if before else 0) == shard.start <= shard.stop:
-                raise ValueError(f"the rows of {printable(shard.path)} do not follow those before")
     return [replace(shard, path=_from_relative(shard.path, directory)) for shard in shards]
 
 

@@ -179,14 +179,9 @@ def read_pseudo_labels(
 
     Raises RuntimeError if they were made of another index, or their file has another size.
     """
-    manifest = artifacts.read_manifest(directory, "pseudo_labels")
+    manifest = index.manifest_of(directory, "pseudo_labels")
     manifest.check(directory)
     labels = open_npy(directory / "pseudo_labels.npy", "cluster").reshape(-1)
-    if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
-        raise RuntimeError(
-            f"{directory} has {len(labels):,} rows, the index has {len(index):,} (or other "
-            f"keys): run 'mclclip cluster --force' after 'mclclip index'"
-        )
     return labels, tuple(manifest.counts["radices"]), manifest.digest
 
 
@@ -214,16 +209,11 @@ class ClassLabels:
         labels_per_sample: int,
         threshold: float | None = None,
     ) -> None:
-        manifest = artifacts.read_manifest(directory, "clusters")
+        manifest = index.manifest_of(directory, "clusters")
         self.directory, self.digest = Path(directory), manifest.digest
         self.labels_per_sample, self.threshold = labels_per_sample, threshold
         self.num_classes = int(manifest.config["cluster"]["num_clusters"])
         manifest.check(self.directory)
-        if manifest.inputs["index"] != index.digest:
-            raise RuntimeError(
-                f"clusters at {directory} are those of another index: run 'mclclip cluster "
-                "--force' after 'mclclip index'"
-            )
         stored = manifest.config["cluster"]["labels_per_sample"]
         if stored < labels_per_sample:
             raise ValueError(

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy
-from mclclip.data.index_tables import INDEX_AGAIN, SAMPLES
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.util.files import printable
@@ -106,24 +105,10 @@ class Locations:
         """Returns the places of samples, int64 [n, 2, 4].
 
         They are, for picture and captions of each sample: the number of the file, offset, size (0:
-        no captions) and CRC-32 (-1: not computed). Raises RuntimeError for an impossible row.
+        no captions) and CRC-32 (-1: not computed).
         """
-        if self.table is None:
-            places = self._of_index(sample_ids)
-        else:
-            places = np.asarray(self.table[sample_ids])
-        wrong = (places[..., :3] < 0).any(axis=(1, 2)) | (places[..., 0] >= len(self.files)).any(1)
-        if wrong.any():
-            row, path, again = wrong.argmax(), self.index.directory / SAMPLES, INDEX_AGAIN
-            if self.directory is not None:
-                path, again = self.directory / TABLE, "run 'mclclip relocate --force'"
-            raise RuntimeError(
-                f"{path} is damaged: row {sample_ids[row]} says file, offset, size and checksum "
-                f"{places[row].tolist()}; {again}"
-            )
-        return places
-
-    def _of_index(self, sample_ids: Integers) -> Integers:
+        if self.table is not None:
+            return np.asarray(self.table[sample_ids])
         index, places = self.index, np.full((len(sample_ids), 2, 4), -1, np.int64)
         columns = (
             (index.shard_of, index.image_offset, index.image_size, index.image_crc32),

@@ -10,7 +10,6 @@ that a shard that is repaired later is read again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -24,7 +23,6 @@ from mclclip.data.arrays import (
     ROWS_PER_BLOCK,
     BlockLayout,
     Floats,
-    npy_header,
     open_npy,
     write_npy_parts,
 )
@@ -78,22 +76,19 @@ def write_shard(
     """Writes the rows of a shard batch by batch, then the note.
 
     Returns why samples have no row, by sample id. ``empty`` is the shape of a row for a shard
-    without rows. The SHA-256 of the file is computed while it is written.
+    without rows.
     """
     path = rows_path(directory, number)
     reasons: dict[int, str] = {}
     following = iter(batches)
     first = next(following, None)
     shape = (num_rows, *(empty if first is None else first[0].shape[1:]))
-    digest = hashlib.sha256(npy_header(shape, dtype))
     with write_npy_parts(path, shape, dtype) as append:
         for rows, bad in chain([] if first is None else [first], following):
-            stored = np.ascontiguousarray(rows, dtype=dtype)
-            append(stored)
-            digest.update(stored.data)
+            append(rows)
             reasons |= bad
-    record = Record(path.stat().st_size, digest.hexdigest())
-    note = {"shard": number, "record": asdict(record), "bad": index.mark_bad(reasons)}
+    record = asdict(files.record_of(path))
+    note = {"shard": number, "record": record, "bad": index.mark_bad(reasons)}
     files.write_json(path.with_suffix(".json"), note)
     return reasons
 
@@ -194,7 +189,7 @@ class RowStore:
 
     directory: Path
     manifest: Manifest
-    name = ""
+    name: str
 
     def __init__(self, paths: Sequence[Path], verb: str = "embed") -> None:
         self._paths, self._verb = list(paths), verb
@@ -207,40 +202,17 @@ class RowStore:
         self.starts: Integers = np.cumsum([0, *self.num_rows])
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest) -> RowStore:
+    def open(cls, directory: Path, manifest: Manifest, name: str = "") -> RowStore:
         """Opens the rows of a finished artifact, which has a file for each shard.
 
-        Raises FileNotFoundError for a missing file, RuntimeError if a file has another size than
-        when it was written, and if files have different widths.
+        ``name`` names them in messages and results, such as 'stage_1'. Raises FileNotFoundError for
+        a missing file, and RuntimeError if a file has another size than when it was written.
         """
         numbers = range(int(manifest.counts["shards"]))
         paths, verb = [rows_path(directory, n) for n in numbers], verb_of(manifest.kind)
         manifest.check(directory)
         store = cls(paths, verb)
-        store.directory, store.manifest = directory, manifest
-        if len(shapes := store.row_shapes()) != 1 or any(len(shape) != 1 for shape in shapes):
-            raise RuntimeError(
-                f"embeddings at {directory} have rows of the shapes {sorted(shapes)}, wanted one "
-                f"width: run 'mclclip {verb} --force' to make them again"
-            )
-        return store
-
-    @classmethod
-    def of_samples(
-        cls, name: str, directory: Path, manifest: Manifest, index: SampleIndex
-    ) -> RowStore:
-        """Opens embeddings with a row for each sample of an index.
-
-        ``name`` names them in messages and results, such as 'stage_1'. The samples must be those of
-        the index, but shards may be cut otherwise. Raises RuntimeError for another number of rows.
-        """
-        store = cls.open(directory, manifest)
-        store.name = name
-        if len(store) != len(index):
-            raise RuntimeError(
-                f"embeddings at {directory} has {len(store):,} rows, the index has {len(index):,}: "
-                "run 'mclclip embed --force' after 'mclclip index'"
-            )
+        store.directory, store.manifest, store.name = directory, manifest, name
         return store
 
     def left_out(self) -> Integers:
@@ -339,10 +311,6 @@ class StoredRows:
         header, (shape, dtype) = self._layout(shard)
         size = int(np.prod(shape)) * dtype.itemsize
         data = self._reader.read(shard, header + row * size, size)
-        if len(data) != size:
-            raise RuntimeError(
-                f"{rows_path(self.directory, shard)} has been cut short: {self._again}"
-            )
         return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
     @property
@@ -362,14 +330,11 @@ class StoredRows:
         if not fits or array.dtype not in (np.float16, np.float32):
             raise RuntimeError(
                 f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{num_rows}, ...]: {self._again} after 'mclclip index'"
+                f"float32 [{num_rows}, ...]: run 'mclclip {verb_of(self.kind)} --force' after "
+                "'mclclip index'"
             )
         self._layouts[shard] = array.offset, (array.shape[1:], array.dtype)
         return self._layouts[shard]
-
-    @property
-    def _again(self) -> str:
-        return f"run 'mclclip {verb_of(self.kind)} --force'"
 
 
 class RowBlocks(Sequence[Floats]):

@@ -25,8 +25,6 @@ import pyarrow.compute as pc
 from mclclip.data.index_tables import (
     INDEX_AGAIN,
     SAMPLES,
-    SCHEMA,
-    SHARDS,
     map_table,
     read_shards,
     read_values,
@@ -84,20 +82,9 @@ class SampleIndex:
         self.digest = digest
         self.shards = read_shards(self.directory)
         with damaged_if_unreadable(self.directory / SAMPLES, INDEX_AGAIN):
-            self._read_columns(map_table(self.directory))
-
-    def _read_columns(self, table: pa.Table) -> None:
-        stop = self.shards[-1].stop if self.shards else 0
-        if stop != len(table):
-            raise RuntimeError(
-                f"{self.directory} has {len(table)} samples, its {SHARDS} ends at {stop}: "
-                f"{INDEX_AGAIN}"
-            )
+            table = map_table(self.directory)
         self._listed: dict[str, dict[str, str]] = {}
         self._still_bad: dict[int, dict[str, str]] = {}
-        for field in SCHEMA:
-            if table.schema.field(field.name).type != field.type:
-                raise ValueError(f"{field.name} is {table.schema.field(field.name).type}")
         self._keys: pa.Array = table["key"].chunk(0)
         columns: dict[str, Any] = {
             name: table[name].chunk(0).to_numpy(zero_copy_only=True)

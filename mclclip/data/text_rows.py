@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
@@ -146,20 +147,15 @@ def _open(path: Path) -> tuple[int, int, np.dtype[Any]]:
         return num_rows, len(first[0]), np.dtype(np.float16 if half else np.float32)
 
 
-class _one_line:
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
     """Turns errors of Arrow about the file ``path`` into a ValueError of one line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if isinstance(error, pa.ArrowException | AttributeError | OSError | TypeError):
-            raise ValueError(
-                f"text_rows: {self.path} cannot be read ({message_of(error)}): {_WANTED}"
-            ) from error
+    try:
+        yield
+    except (pa.ArrowException, AttributeError, OSError, TypeError) as error:
+        raise ValueError(
+            f"text_rows: {path} cannot be read ({message_of(error)}): {_WANTED}"
+        ) from error
 
 
 def _blocks(path: Path, width: int) -> Iterator[tuple[list[_Name], npt.NDArray[Any]]]:

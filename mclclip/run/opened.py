@@ -337,8 +337,7 @@ class Stage:
     @property
     def embeddings(self) -> RowStore:
         """Image embeddings [N, D] in index order; the store also lists samples without one."""
-        manifest, index = self.manifest("embeddings"), self.run.index
-        return RowStore.of_samples(self.name, self.directory("embeddings"), manifest, index)
+        return RowStore.open(self.directory("embeddings"), self.manifest("embeddings"), self.name)
 
     @property
     def text_embeddings(self) -> RowStore:

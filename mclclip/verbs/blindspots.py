@@ -195,7 +195,7 @@ def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> 
             f"({manifest.counts.get('samples')} rows, and {len(index)} here): index the same "
             "data.sources by the same names in both runs, then embed again"
         )
-    return RowStore.of_samples(name or "other", folder, manifest, index)
+    return RowStore.open(folder, manifest, name or "other")
 
 
 # --- pairs -------------------------------------------------------------------------------------

@@ -59,9 +59,7 @@ class _Rows:
         folders = _find_embeddings(source, source.run_dir) if source.is_concat else [folder]
         index = self.run.index
         self.images = [
-            RowStore.of_samples(
-                path.parent.name, path, index.manifest_of(path, "embeddings"), index
-            )
+            RowStore.open(path, index.manifest_of(path, "embeddings"), path.parent.name)
             for path in folders
         ]
         config = self.run.config

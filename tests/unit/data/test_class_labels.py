@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mclclip.data.labels import ClassLabels
+from mclclip.data.sample_index import SampleIndex
 from mclclip.run.artifacts import Artifact
 
 LABELS = np.array([[3, 1, 2], [0, 4, 1], [2, 0, 3], [-1, -1, -1]], dtype=np.int32)
@@ -31,6 +32,8 @@ def clusters(tmp_path: Path) -> tuple[Path, Any]:
     artifact.finish({"samples": 4})
 
     class Index(SimpleNamespace):
+        manifest_of = SampleIndex.manifest_of
+
         def __len__(self) -> int:
             return 4
 

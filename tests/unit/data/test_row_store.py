@@ -144,14 +144,6 @@ def test_an_error_of_the_system_is_no_damage(
         RowStore.open(tmp_path, manifest)
 
 
-def test_files_of_other_widths_are_refused(tmp_path: Path, rows: np.ndarray) -> None:
-    save(tmp_path, rows)
-    np.save(rows_path(tmp_path, 2), np.zeros((1, 5), np.float16))
-    bare = Manifest("embeddings", {}, {}, {"shards": len(SIZES)}, "")
-    with pytest.raises(RuntimeError, match=r"rows of the shapes \[\(3,\), \(5,\)\], wanted one"):
-        RowStore.open(tmp_path, bare)
-
-
 # --- blocks --------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ import pytest
 from mclclip.data.bytes import excluded_keys, read_excluded
 from mclclip.data.findings import Findings
 from mclclip.data.index_tables import (
-    SHARDS,
     Shard,
     join_rows,
     write_tables,
@@ -110,14 +109,6 @@ def test_unfinished_index_does_not_open(tmp_path: Path, index: SampleIndex) -> N
         SampleIndex.open(index.directory)
     with pytest.raises(FileNotFoundError, match="no finished index at .*nowhere"):
         SampleIndex.open(tmp_path / "nowhere")
-
-
-def test_files_that_do_not_fit_each_other(index: SampleIndex) -> None:
-    shards = json.loads((index.directory / SHARDS).read_text())
-    shards[-1]["stop"] = 99
-    (index.directory / SHARDS).write_text(json.dumps(shards))
-    with pytest.raises(RuntimeError, match="3 samples.*ends at 99"):
-        SampleIndex.open(index.directory)
 
 
 # --- joining ----------------------------------------------------------------------------------
