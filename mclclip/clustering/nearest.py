@@ -30,7 +30,7 @@ from mclclip.clustering.arithmetic import (
 )
 from mclclip.clustering.options import Algorithm
 from mclclip.clustering.rows import tiles
-from mclclip.util.pair_products import pair_products
+from mclclip.util.pair_products import pair_products, starts_of
 
 NOTHING = -(2**63)  # stands in a packed tensor where there is no candidate
 ROWS_PER_PASS = 1024  # so many centroids are handled in one operation
@@ -320,8 +320,7 @@ def score_pairs(
         parts = zip(torch.split(row, size), torch.split(centroid, size), strict=True)
         products = [sums_by_halves(rows[r] * centroids[c]) for r, c in parts]
         return torch.cat([rows.new_zeros(0), *products])
-    starts = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
-    starts[1:] = torch.bincount(row, minlength=len(rows)).cumsum(0)
+    starts = starts_of(torch.bincount(row, minlength=len(rows)))
     return pair_products(rows, centroids, starts, centroid)
 
 

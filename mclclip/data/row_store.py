@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -356,13 +356,7 @@ class RowBlocks(Sequence[Floats]):
     def __len__(self) -> int:
         return len(self._cuts)
 
-    @overload
-    def __getitem__(self, number: int) -> Floats: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Floats]: ...
-    def __getitem__(self, number: int | slice) -> Floats | list[Floats]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> Floats:  # type: ignore[override]  # nobody slices
         return self.read(*self._cuts[number])
 
     def read(self, file: int, cut: slice) -> Floats:

@@ -356,9 +356,10 @@ class TextRows:
         places = self._find([_Name(text=text) for text in texts])
         if missing := [text for text, place in zip(texts, places, strict=True) if place < 0]:
             raise ValueError(
-                f"{len(missing):,} of {len(texts):,} texts have no row in {self._where}, such as "
-                f"{brief(missing[0])}: 'mclclip texts --missing FILE' lists all that a run reads; "
-                "embed these, and name the file in model.text_rows or eval.text_rows"
+                f"{len(missing):,} of {len(texts):,} texts have no row in "
+                f"{' and '.join(map(str, self.folders))}, such as {brief(missing[0])}: 'mclclip "
+                "texts --missing FILE' lists all that a run reads; embed these, and name the file "
+                "in model.text_rows or eval.text_rows"
             )
         return places
 
@@ -411,10 +412,6 @@ class TextRows:
             tables.append((start, digests, places, rows))
             start += len(rows)
         return tables
-
-    @property
-    def _where(self) -> str:
-        return " and ".join(map(str, self.folders))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_tables"}

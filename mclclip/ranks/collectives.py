@@ -150,7 +150,7 @@ def side_group() -> Any:
     """
     if world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=process_group.get_timeout())
+    return dist.new_group(backend="gloo", timeout=process_group.open_groups.timeout)
 
 
 def gather_objects(item: T, group: Any = None) -> list[T]:
@@ -193,7 +193,7 @@ def meet() -> None:
     """
     if world_size() == 1:
         return
-    waiting, pause_s = dist.barrier(process_group.get_meeting_group(), async_op=True), 0.001
+    waiting, pause_s = dist.barrier(process_group.open_groups.meeting, async_op=True), 0.001
     while not waiting.is_completed():  # wait() would not react to signals
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

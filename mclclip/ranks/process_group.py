@@ -68,7 +68,7 @@ class _Groups:
     limited: list[Any] = field(default_factory=lambda: [None])
 
 
-_groups = _Groups()
+open_groups = _Groups()
 
 
 def under_torchrun() -> bool:
@@ -198,7 +198,7 @@ def init(
         here = torch.cuda.current_device() if torch.cuda.is_available() else 0
         local_rank = number_of("LOCAL_RANK", here)
         where = pick_device(device, local_rank, deterministic=deterministic)
-        if _groups.meeting is None:
+        if open_groups.meeting is None:
             _open_meeting()
         return Context(dist.get_rank(), dist.get_world_size(), local_rank, where)
     if not under_torchrun():
@@ -252,7 +252,7 @@ def join(
     """
     # Objects and barriers go over gloo, where a waiting rank sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _groups.timeout, _groups.limited = timeout, [None]
+    open_groups.timeout, open_groups.limited = timeout, [None]
     options |= {"rank": rank, "world_size": world_size, "timeout": timeout}
     joined: Future[None] = Future()
 
@@ -293,17 +293,7 @@ def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, limit_s: f
 
 def _open_meeting() -> None:
     """Opens the group in which ranks wait without a limit. All ranks call it together."""
-    _groups.meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
-
-
-def get_meeting_group() -> dist.ProcessGroup | None:
-    """Returns the group in which ranks wait without a limit, but fail if a rank dies."""
-    return _groups.meeting
-
-
-def get_timeout() -> datetime.timedelta:
-    """Returns how long a collective may take."""
-    return _groups.timeout
+    open_groups.meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
 
 
 @contextmanager
@@ -312,11 +302,11 @@ def without_limit() -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    _set_timeouts(TIMEOUT, _groups.limited)
+    _set_timeouts(TIMEOUT, open_groups.limited)
     try:
         yield
     finally:
-        _set_timeouts(_groups.timeout, _groups.limited)
+        _set_timeouts(open_groups.timeout, open_groups.limited)
 
 
 def _set_timeouts(timeout: datetime.timedelta, groups: Sequence[Any]) -> None:
@@ -332,8 +322,8 @@ def make_mesh(context: Context, *shape: int) -> DeviceMesh:
     names = ("copies", "shards")[-len(shape) :]
     mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
     groups = mesh.get_all_groups() if context.world_size > 1 else []
-    _set_timeouts(_groups.timeout, groups)
-    _groups.limited += groups
+    _set_timeouts(open_groups.timeout, groups)
+    open_groups.limited += groups
     return mesh
 
 
@@ -341,7 +331,7 @@ def shutdown() -> None:
     """Closes the process group if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        _groups.meeting = None
+        open_groups.meeting = None
 
 
 def leave(code: int, close_group: bool = True) -> NoReturn:

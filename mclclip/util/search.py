@@ -34,7 +34,7 @@ QUERY_ROWS, BANK_ROWS = 1024, 16_384
 are near each other, faiss returns all pairs of two blocks, which take 0.4 GB."""
 
 _NEAREST_BANK_ROWS = 65_536  # block of the bank for ``nearest``, which returns few rows per query
-_AT_ONCE = 4096  # so many rows are computed in float64 at once
+_AT_ONCE = 4096  # so many pairs are computed in float64 at once
 _EPS = 2.0**-24  # largest relative error of one operation in float32
 
 FEWEST, MOST = 32, 2048
@@ -150,7 +150,7 @@ def nearest(
             for place, query, candidates in zip(
                 range(cut.start, cut.stop), part_queries.astype(np.float64), near, strict=True
             ):
-                best = np.concatenate([products[place], _products(part, candidates, query)])
+                best = np.concatenate([products[place], _products(part[candidates], query)])
                 near_rows = np.concatenate([rows[place], block.start + candidates])
                 order = np.lexsort((near_rows, -best))[:k]
                 products[place], rows[place] = best[order], near_rows[order]
@@ -162,22 +162,19 @@ def nearest_to_few(
 ) -> tuple[NDArray[np.float32], Integers]:
     """Finds the k nearest rows as ``nearest`` does, without faiss: computes all Q N products in
     float64, so that all ties go to the lower row."""
-    every = np.arange(len(bank))
     products = np.empty((len(queries), k), np.float32)
     rows = np.empty((len(queries), k), np.int64)
     for place, query in enumerate(np.asarray(queries, np.float64)):
-        exact = _products(bank, every, query)
-        rows[place] = np.lexsort((every, -exact))[:k]
+        exact = _products(bank, query)
+        rows[place] = np.argsort(-exact, kind="stable")[:k]
         products[place] = exact[rows[place]]
     return products, rows
 
 
-def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Products of the rows at ``places`` with a query, computed in float64, rounded to float32."""
-    products = np.empty(len(places), np.float32)
-    for cut in cuts(len(places), _AT_ONCE):
-        # Unlike in a matrix product, such a sum does not depend on where its row stands.
-        products[cut] = (rows[places[cut]] * query).sum(axis=1)
+def _products(rows: Floats, query: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Products of rows [n, D] with a query, computed in float64, rounded to float32."""
+    # Unlike in a matrix product, such a sum does not depend on where its row stands.
+    products: NDArray[np.float32] = (rows * query).sum(axis=1).astype(np.float32)
     return products
 
 
