@@ -42,6 +42,16 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # formats of ``precision
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+@contextmanager
+def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores a module's buffers, and the state of random generators, after the block."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+
+
 class Engine:
     """Data-parallel training of ``module``: DDP over ranks, the plain module for one.
 
@@ -222,7 +232,7 @@ class Engine:
             batch = batch.slice(0, self.micro_batch)
         for part in self.outside:
             part.begin(batch.step)
-        with self._unchanged():
+        with unchanged(self.module, self.context.device):
             for _ in range(2):
                 loss: Tensor = self.wrapped(batch)["loss"]
                 (loss * 0.0).backward()  # type: ignore[no-untyped-call]
@@ -233,7 +243,7 @@ class Engine:
         buffers nor random generators change."""
         for part in self.outside:
             part.begin(batch.step)
-        with torch.no_grad(), self._unchanged():
+        with torch.no_grad(), unchanged(self.module, self.context.device):
             if self.micro_batch is None or len(batch) <= self.micro_batch:
                 measured: dict[str, Tensor] = self.wrapped(batch)
                 return measured
@@ -241,16 +251,6 @@ class Engine:
             module: Any = self.module
             measured = module.forward(batch, features=features)
             return measured
-
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Restores buffers, and the state of random generators, after the block."""
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        devices = [self.context.device] if self.context.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            yield
-        for name, buffer in self.module.named_buffers():
-            buffer.copy_(buffers[name])
 
     def update(self, batch: Any, lr: float) -> dict[str, Tensor]:
         """Computes the gradient of the global batch's loss and takes one optimizer step at ``lr``.

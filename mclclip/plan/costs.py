@@ -15,7 +15,7 @@ import numpy as np
 
 from mclclip.config import Config, TrainConfig
 from mclclip.plan.machine import GIB, SHARE, SHARES, Machine, Speed
-from mclclip.plan.memory import measure_teacher, operations_of
+from mclclip.plan.memory import measure_encoder, measure_teacher
 from mclclip.plan.steps import Range
 from mclclip.util.files import nearest_existing
 
@@ -115,7 +115,7 @@ def _embeddings(
     option = "train" if stage or "base" not in measured else "base"
     encoder: dict[str, Any] = measured[option]["operations"]
     if stage == 0 and config.model_of(option) is not config.model:  # stage 0 is another model
-        encoder = operations_of(config.model)
+        encoder = measure_encoder(config.model)
     image, texts = encoder["image"], samples["captions"]
     work = {"images": image}
     if config.image_rows.enabled:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
-from mclclip.engines.engine import HALF
+from mclclip.engines.engine import HALF, unchanged
 from mclclip.models.encoder import Encoder, load_concat
 from mclclip.models.encoder_names import resolve_name
 from mclclip.models.memory import (
@@ -78,7 +78,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
-    operations = operations_of(config.model_of(name))  # before locks and adapters
+    encoder = measure_encoder(config.model_of(name))  # before locks and adapters
+    operations = {part: encoder[part] for part in ("image", "text")}
     model = _prepare_model(config, name, options)
     inputs = _objective_inputs(model, config, options, machine)
     # The objective is built twice: on shapes with one rank's share of the class centers, for the
@@ -89,8 +90,12 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         cached_text = name == "train" and options.reads_text_embeddings
         batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
-            operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
-        objective = options.objective.build(_on_fakes(inputs, model))
+            whole = not config.writes_image_rows
+            first = model.num_blocks + 1 if whole else model.num_frozen_blocks
+            operations |= _start_from_rows(model, batch, first)
+        teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
+        inputs = replace(inputs, model=model, context=SINGLE, teacher=teacher)
+        objective = options.objective.build(inputs)
         freeze_objective(objective, options.parameters)
         trainee = ModelWithObjective(model, objective, options.precision)
         groups = describe_groups(trainee, options.lr, options.parameters, options.weight_decay)
@@ -187,23 +192,12 @@ def _teachers(config: Config, options: TrainConfig) -> Callable[..., Teacher]:
     ``fake`` are loaded within ``faked``. All terms of an objective share one copy of each."""
     teachers: dict[tuple[str | None, bool], Teacher] = {}
     for name in {encoder for encoder, _ in options.objective.reads.encoders}:
-        load = partial(_load_encoder, config, name)
+        load = partial(_load_encoder, config.model if name is None else name)
         shapes = load()
         values = shapes.embed_dim, 1.0 if shapes.stages[0].reads_texts else None
         teachers[name, False] = Teacher(*values, cache(load))
         teachers[name, True] = Teacher(*values, cache(partial(shapes.to_empty, device="cpu")))
     return lambda name, fake=False: teachers[name, fake]
-
-
-def _load_encoder(config: Config, name: str | None) -> Encoder:
-    """Loads a teacher without values; None: stage 0's encoder."""
-    return Encoder([_load(config.model)]) if name is None else _load_teacher(name)
-
-
-def _on_fakes(inputs: ObjectiveInputs, model: Model) -> ObjectiveInputs:
-    """Returns the inputs of the whole objective, of one rank, within ``faked``."""
-    teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
-    return replace(inputs, model=model, context=SINGLE, teacher=teacher)
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
@@ -292,19 +286,20 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
-    """Replaces the batch's images by outputs of the frozen blocks, or of the ``whole`` image tower.
+def _start_from_rows(model: Model, batch: Batch, first: int) -> dict[str, int]:
+    """Makes the model start with the block ``first``, and replaces the batch's images by its input:
+    outputs of the blocks before it, or of the whole image tower if it has no such block.
 
     Returns the operations for an image (``trunk``) and the numbers that are stored for it in
     addition to its embedding (``row_values``).
     """
-    blocks = model.num_frozen_blocks
+    whole = first > model.num_blocks
     with torch.no_grad(), StepMeter() as frozen:
         batch.views = [
-            model.encode_image(view) if whole else model.encode_trunk(view, blocks)
+            model.encode_image(view) if whole else model.encode_trunk(view, first)
             for view in batch.views
         ]
-    model.first_block = blocks + whole
+    model.first_block = first
     values = 0 if whole else batch.views[0][0].numel()
     return {"trunk": frozen.operations // len(batch), "row_values": values}
 
@@ -389,49 +384,50 @@ def count_operations(
     the model's.
     """
     model, checkpointing = trainee.model, options.engine.grad_checkpointing
-    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size)
+    batch = _at_size(_batch(model, options, _ROWS, cached_text), image_size).to(device)
     if first := model.first_block:  # stored rows stand for images
-        images = torch.zeros(_ROWS, *model.image_shape, dtype=batch.views[0].dtype, device=device)
-        with torch.no_grad():
-            rows = model.encode_trunk(images, min(first, model.num_blocks))
-        whole = first > model.num_blocks
-        batch.views = [rows.new_zeros(_ROWS, model.embed_dim) if whole else rows]
-    buffers = {name: buffer.clone() for name, buffer in trainee.named_buffers()}
+        model.first_block = 0
+        _start_from_rows(model, batch, first)
     if checkpointing:
         model.set_grad_checkpointing(False)
-    with StepMeter() as meter:
-        features = trainee(trainee.on_device(batch, device), lambda features: features)
-        sums = [value.sum() for value in features.values() if value.requires_grad]
-        torch.autograd.backward(sums)
+    with unchanged(trainee, device):
+        _, _, operations = _measure_step(trainee, trainee.on_device(batch, device), _ROWS, _ROWS)
     if checkpointing:
         model.set_grad_checkpointing(True)
     trainee.zero_grad(set_to_none=True)
-    for name, buffer in trainee.named_buffers():
-        buffer.copy_(buffers[name])
-    return meter.operations // _ROWS
+    return operations
 
 
 # --- encoders and sizes --------------------------------------------------------------------------
 
 
-def operations_of(options: ModelConfig) -> dict[str, Any]:
-    """Counts the operations of embedding an ``image`` and a ``text`` with a model."""
-    with faked(Encoder([_load(options)])) as encoder:
-        return _operations(encoder)
-
-
-@cache
-def measure_teacher(name: str) -> dict[str, Any]:
-    """Returns the operations of embedding an ``image`` and a ``text`` with a teacher, the ``width``
-    of its features, and the bytes of its weights (``size``)."""
-    encoder = _load_teacher(name)
+def measure_encoder(source: ModelConfig | str) -> dict[str, Any]:
+    """Returns the operations of embedding an ``image`` and a ``text`` (None without a text tower)
+    with a model, or with a teacher of this name; the ``width`` of its features, and the bytes of
+    its weights (``size``)."""
+    encoder = _load_encoder(source)
+    first: Model = encoder.stages[0]
     facts = {"width": encoder.embed_dim, "size": size_bytes(encoder.parameters())}
-    with faked(encoder) as fake:
-        return _operations(fake) | facts
+    with faked(encoder):
+        images = torch.empty(_ROWS, *encoder.image_shape, dtype=next(encoder.parameters()).dtype)
+        with StepMeter() as of_images:
+            encoder.encode_image(images)
+        with StepMeter() as of_texts:
+            if first.reads_texts:
+                encoder.encode_text(first.empty_texts(_ROWS))
+    of_text = of_texts.operations // _ROWS if first.reads_texts else None
+    return {"image": of_images.operations // _ROWS, "text": of_text} | facts
 
 
-def _load_teacher(name: str) -> Encoder:
-    encoder = resolve_name(name)
+measure_teacher = cache(measure_encoder)
+"""Measures a teacher by its name, once."""
+
+
+def _load_encoder(source: ModelConfig | str) -> Encoder:
+    """Loads a model, or a teacher of this name, without values."""
+    if isinstance(source, ModelConfig):
+        return Encoder([_load(source)])
+    encoder = resolve_name(source)
     if encoder.concat is None:
         return Encoder([load_shapes(encoder.where)])
     with on_meta():
@@ -440,19 +436,6 @@ def _load_teacher(name: str) -> Encoder:
 
 def _load(options: ModelConfig) -> Model:
     return load_shapes(options.name, projector=options.projector, **options.tower_arguments)
-
-
-def _operations(encoder: Encoder) -> dict[str, Any]:
-    """Counts the operations of an encoder's forward passes; it is a fake (``faked``)."""
-    images = torch.empty(_ROWS, *encoder.image_shape, dtype=next(encoder.parameters()).dtype)
-    with StepMeter() as of_images:
-        encoder.encode_image(images)
-    first: Model = encoder.stages[0]
-    with StepMeter() as of_texts:
-        if first.reads_texts:
-            encoder.encode_text(first.empty_texts(_ROWS))
-    of_text = of_texts.operations // _ROWS if first.reads_texts else None
-    return {"image": of_images.operations // _ROWS, "text": of_text}
 
 
 def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
