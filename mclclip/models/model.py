@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.text_rows import TextRows
 from mclclip.models import towers, weights
-from mclclip.models.transforms import Transform
+from mclclip.models.transforms import Transform, as_planes
 from mclclip.util import files
 
 MAX_LOGIT_SCALE = 100.0
@@ -127,11 +127,7 @@ class Model(nn.Module):
         Both transforms return (pixels - mean) / deviation.
         """
         settings = self.config["preprocess_cfg"]
-        mean, deviation = (
-            torch.tensor(settings[name], dtype=torch.float32).reshape(-1, 1, 1)
-            for name in ("mean", "std")
-        )
-        return mean, deviation
+        return as_planes(settings["mean"], settings["std"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with parameters of its own. It shares the tokenizer and the transforms, which have

@@ -89,8 +89,7 @@ class PixelFormat:
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Subtracts the mean from pixels [..., C, H, W] between 0 and 1, and divides by std."""
-        mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
-        return (pixels - mean[:, None, None]) / std[:, None, None]
+        return normalize(pixels, self.mean, self.std)
 
 
 @dataclass(frozen=True)
@@ -410,16 +409,33 @@ def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
     return FastTransform(size, scale, ratio, choose_rows_first(PIL.__version__))
 
 
-def normalize(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """uint8 [..., C, H, W] -> float32 (pixels / 255 - mean) / deviation, on the pixels' device.
-
-    The operations and their order are open_clip's, so the bits are too. ``mean`` and ``deviation``
-    are [C, 1, 1] on the same device.
-    """
-    return pixels.to(torch.float32).div_(255).sub_(mean).div_(deviation)
-
-
 # --- the last steps of open_clip's transforms, on the device ------------------------------------
+
+
+def normalize(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+    """[..., C, H, W], uint8 or float32 between 0 and 1 -> float32 (pixels - mean) / deviation.
+
+    It runs on the pixels' device. The operations and their order are open_clip's, so the bits are
+    too.
+    """
+    if pixels.dtype == torch.uint8:
+        pixels = pixels.to(torch.float32).div_(255)
+    first, second = _planes_on(tuple(mean), tuple(deviation), pixels.device)
+    return (pixels - first).div_(second)
+
+
+def as_planes(
+    mean: Sequence[float], deviation: Sequence[float], device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns both as float32 [C, 1, 1], or [1, 1, 1] of one number."""
+    first, second = (
+        torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
+        for values in (mean, deviation)
+    )
+    return first, second
+
+
+_planes_on = cache(as_planes)  # once for all batches, since a GPU waits for it
 
 
 @dataclass(frozen=True)
@@ -434,8 +450,8 @@ class PixelTransform(PictureTransform):
     """
 
     steps: Sequence[Callable[[Any], Any]]
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+    mean: Sequence[float]
+    deviation: Sequence[float]
 
     def __call__(self, picture: Any) -> Tensor:
         """Upright RGB picture (PIL) -> uint8 [3, H, W]."""
@@ -445,16 +461,7 @@ class PixelTransform(PictureTransform):
 
     def to_floats(self, views: Tensor) -> Tensor:
         """uint8 [n, 3, H, W] -> float32, normalised."""
-        return normalize(views, *_constants(self.mean, self.deviation, views.device))
-
-
-@cache
-def _constants(
-    mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Returns both as [C, 1, 1] on the device; once for all batches, since a GPU waits for it."""
-    first, second = (torch.tensor(v, device=device)[:, None, None] for v in (mean, deviation))
-    return first, second
+        return normalize(views, self.mean, self.deviation)
 
 
 def defer_normalization(transform: Callable[[Any], Tensor]) -> PictureTransform:
@@ -464,4 +471,4 @@ def defer_normalization(transform: Callable[[Any], Tensor]) -> PictureTransform:
     if [type(step).__name__ for step in steps[-2:]] != ["MaybeToTensor", "Normalize"]:
         return as_transform(transform)
     last = steps[-1]
-    return PixelTransform(steps[:-2], tuple(last.mean), tuple(last.std))
+    return PixelTransform(steps[:-2], last.mean, last.std)

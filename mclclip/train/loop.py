@@ -65,7 +65,6 @@ class ModelWithObjective(nn.Module):
         self.seen: tuple[dict[str, Tensor], Batch] | None = None
         # The dtype in which the model's frozen blocks return the rows that stand for images.
         self._rows_dtype: torch.dtype | None = None
-        self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
         if model.first_block:
             weight = next(model.parameters())
             image = torch.zeros(1, *model.image_shape, dtype=weight.dtype, device=weight.device)
@@ -96,16 +95,14 @@ class ModelWithObjective(nn.Module):
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
         """Returns a copy of the batch on ``device``. Views of uint8 (pixels from 0 to 255) are
         normalized as the model expects. Under ``float64`` all its numbers become float64."""
-        if self._normalization is None:
-            mean, deviation = self.model.normalization
-            self._normalization = mean.to(device), deviation.to(device)
         batch = batch.to(device)
         views = []
         for view in batch.views:
             if self._rows_dtype is not None:
                 view = view.to(self._rows_dtype)
             if view.dtype == torch.uint8:
-                view = normalize(view, *self._normalization)
+                colours = self.model.config["preprocess_cfg"]
+                view = normalize(view, colours["mean"], colours["std"])
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
         if self.precision == "float64":
