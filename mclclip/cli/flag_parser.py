@@ -96,7 +96,7 @@ _SOURCES = ("source", "images")  # arguments that may be patterns
 def check_paths(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag whose path is a url, and FileNotFoundError if a path must exist
     and does not."""
-    from mclclip.util.options import protocol_of, refuse_url  # imports pydantic
+    from mclclip.util.options import protocol_of, refuse_url, split_named_path  # imports pydantic
 
     for action in args.parser._actions:
         if action.type not in _PATHS or not (value := getattr(args, action.dest)):
@@ -107,7 +107,7 @@ def check_paths(args: argparse.Namespace) -> None:
                 continue  # a data set of the hub, which is looked for later
             if action.type is not parse_named_path:
                 refuse_url(text, flag)
-            path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
+            path = Path(split_named_path(text)[1])
             may_be_missing = (
                 action.type is Path
                 or action.type is parse_named_path

@@ -26,7 +26,7 @@ from mclclip.run import runlog
 from mclclip.run.artifacts import Manifest, RunPaths, find_run_dir, is_finished, read_manifest
 from mclclip.run.opened import Run
 from mclclip.util import files
-from mclclip.util.options import prefix_errors, split_named_path
+from mclclip.util.options import check_folder_name, prefix_errors, split_named_path
 from mclclip.util.search import Floats, Rows, cosines
 
 
@@ -152,8 +152,12 @@ def _why_no_scores(run: Run, config: Config, stage: int, images: RowStore) -> st
 
 def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
     """Opens evaluation images that ``--against`` names; ValueError if width or encoder differ."""
-    name, path = split_named_path(text, "--against", "evaluation images")
-    name = name or str(path.resolve())
+    name, where = split_named_path(text)
+    path = Path(where)
+    if name is None:
+        name = str(path.resolve())
+    else:
+        check_folder_name(name, "--against", "evaluation images")
     if path.suffix == ".npy":
         with prefix_errors("--against"):
             rows: Any = open_given_npy(path, "rows")

@@ -116,21 +116,21 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     return name, problem["msg"].removeprefix("Value error, ") + got
 
 
-def split_named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
-    """Splits ``[NAME=]PATH``, the value of ``option`` of a command, into name (or None) and path.
-
-    Raises ValueError for a name that no folder can have; ``what`` says in its message what is
-    named, for example 'evaluation images'.
-    """
+def split_named_path(text: str) -> tuple[str | None, str]:
+    """Splits ``[NAME=]PATH`` into name (or None) and path. What exists is a path, even with a = in
+    it."""
     name, sign, path = text.partition("=")
-    if not sign:
-        return None, Path(text)
+    return (name, path) if sign and not Path(text).exists() else (None, text)
+
+
+def check_folder_name(name: str, option: str, what: str) -> None:
+    """Raises ValueError for a name that no folder can have; ``what`` says in its message what
+    ``option`` names by it, for example 'evaluation images'."""
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(
             f"{option} names {what} {name!r}: wanted letters, digits, '_', '-' and '.', since a "
             "folder is called by it"
         )
-    return name, Path(path)
 
 
 def all_shards(folder: Path) -> str:

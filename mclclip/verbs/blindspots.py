@@ -47,7 +47,7 @@ from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.opened import Run
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
-from mclclip.util.options import split_named_path
+from mclclip.util.options import check_folder_name, split_named_path
 from mclclip.util.remake import Remake
 from mclclip.util.search import Integers, NearPairs
 
@@ -187,7 +187,10 @@ def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> 
                 "[NAME=]FOLDER of another encoder's embeddings"
             )
         return run.stage(number).embeddings
-    name, folder = split_named_path(other, "--other", "its encoder")
+    name, where = split_named_path(other)
+    if name is not None:
+        check_folder_name(name, "--other", "its encoder")
+    folder = Path(where)
     manifest, index = read_manifest(folder, "embeddings"), run.index
     if manifest.inputs.get("index") != index.digest:
         raise RuntimeError(

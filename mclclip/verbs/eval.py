@@ -33,7 +33,7 @@ from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import RunPaths, find_run_dir, is_finished
 from mclclip.run.opened import Run, export_digest
 from mclclip.util.files import digest_json
-from mclclip.util.options import first_problem, prefix_errors, refuse_url
+from mclclip.util.options import first_problem, prefix_errors, refuse_url, split_named_path
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -462,9 +462,8 @@ def _split_name(text: str) -> tuple[str, str | Path]:
     The name of a model with random weights ends with '(random weights)'. Raises ValueError for an
     architecture that is named without weights.
     """
-    name, equals, where = text.partition("=")
-    if not equals or Path(text).exists():
-        name = where = text
+    name, where = split_named_path(text)
+    name = where if name is None else name
     location, pretrained = split_name(where)
     if pretrained is None:
         refuse_without_weights(location)  # now, before other models are evaluated for hours

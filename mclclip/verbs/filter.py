@@ -27,7 +27,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, refuse_foreign
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files, search
-from mclclip.util.options import split_named_path
+from mclclip.util.options import check_folder_name
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -132,7 +132,7 @@ def run(
 
 
 def _run(config: Config, stage: int, name: str, options: Options, force: Remake) -> Path | None:
-    split_named_path(f"{name}=", "--name", "its folder")
+    check_folder_name(name, "--name", "its folder")
     if not options.scores or options.against or options.near_duplicates is not None:
         search.library("filter")  # before embeddings are read
     clusters: bool | None = {"all": False, "clusters": True}.get(options.within or "")

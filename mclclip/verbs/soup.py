@@ -42,6 +42,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import refuse_foreign
 from mclclip.run.steps import make_artifact
 from mclclip.util import files
+from mclclip.util.options import split_named_path
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -178,9 +179,7 @@ def _names_of(models: Sequence[str]) -> dict[str, Path]:
     """
     ingredients: dict[str, Path] = {}
     for text in models:
-        name, equals, where = text.partition("=")
-        if not equals or Path(text).exists():
-            name, where = "", text
+        name, where = split_named_path(text)
         path = Path(where.removeprefix("local-dir:"))
         whole = path.resolve()
         name = name or (whole.parent.name if whole.name == "export" else whole.name)

@@ -174,7 +174,9 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
 
 
 def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
-    for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
+    (folder := tmp_path / "lr=1").mkdir()
+    paths = (f"a={folder}", str(folder))
+    for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", *paths):
         flag_parser.check_paths(entry.parse_words(["eval", "--model", model]))
     flag_parser.check_paths(entry.parse_words(["blindspots", "--other", "2"]))
     flag_parser.check_paths(entry.parse_words(["pack", "a/train-*.parquet", "--out", "x"]))
