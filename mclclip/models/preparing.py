@@ -1,5 +1,5 @@
-"""Prepares a loaded model for a training: what is trained, adapters, the transform of pictures, and
-stored rows that stand for frozen blocks."""
+"""Prepares a loaded model for a training: what is trained, adapters, and stored rows that stand for
+frozen blocks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,28 +8,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
-from mclclip.models import (
-    transforms,
-)
 from mclclip.models.image_size import allow_image_size
-from mclclip.models.loading import transforms_of
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.parameters import freeze
 from mclclip.models.patterns import ParameterConfig
 from mclclip.run.artifacts import read_manifest, verb_of
-
-
-def train_transform(
-    model: Model, augmentation: Mapping[str, Any], image_size: int | None
-) -> transforms.Transform:
-    """Returns a model's training transform for pictures of another size; None: of its own."""
-    if image_size is None:
-        return model.preprocess_train
-    return transforms_of(model.visual, augmentation, image_size)[0]
-
-
-# --- for training ----------------------------------------------------------------------------
 
 
 def prepare_model(

@@ -35,6 +35,7 @@ from torch.nn import functional
 import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
@@ -357,23 +358,14 @@ def rows_first(have: tuple[int, int], size: tuple[int, int], rule: RowsFirst) ->
 def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[float]) -> Box:
     """Returns top, left, height and width of the box that torchvision's RandomResizedCrop takes.
 
-    The draws are those of its ``get_params``, in the same order, in a third of the time.
+    Where no box fits, the ten tries of its ``get_params``, which take half a millisecond, are left
+    out, and their draws made at once.
     """
-    if no_box_fits(height, width, scale[0], ratio):
-        torch.empty(2 * _TRIES).uniform_()  # the draws of all tries
-    else:
-        low, high = torch.log(torch.tensor(ratio)).tolist()
-        drawn = torch.empty(2)
-        share, shape = drawn[:1], drawn[1:]
-        for _ in range(_TRIES):
-            share.uniform_(scale[0], scale[1])
-            shape.uniform_(low, high).exp_()
-            area, w_by_h = drawn.tolist()
-            area *= height * width
-            w, h = int(round(math.sqrt(area * w_by_h))), int(round(math.sqrt(area / w_by_h)))
-            if 0 < w <= width and 0 < h <= height:
-                top = int(torch.randint(0, height - h + 1, size=(1,)).item())
-                return top, int(torch.randint(0, width - w + 1, size=(1,)).item()), h, w
+    if not no_box_fits(height, width, scale[0], ratio):
+        picture = torch.empty(1, height, width, device="meta")
+        box: Box = RandomResizedCrop.get_params(picture, [*scale], [*ratio])
+        return box
+    torch.empty(2 * _TRIES).uniform_()
     w, h = width, height
     if width / height < min(ratio):
         h = int(round(w / min(ratio)))

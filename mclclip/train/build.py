@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.checkpoint.step_files import path_of
-from mclclip.config import to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.coverage import report_attributes
 from mclclip.data.epoch_plan import EpochPlan, total_steps
@@ -32,17 +30,12 @@ from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines.build import build_engine, choose_compile
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
-from mclclip.models.encoder import Encoder, load_model
-from mclclip.models.loading import load_towers
+from mclclip.models.encoder import load_model
+from mclclip.models.loading import load_towers, transforms_of
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.parameters import describe_groups, freeze_objective
-from mclclip.models.preparing import (
-    prepare_model,
-    refuse_folded_norms,
-    start_from_rows,
-    train_transform,
-)
+from mclclip.models.preparing import prepare_model, refuse_folded_norms, start_from_rows
 from mclclip.models.state_dicts import PICTURE_POSITIONS
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
@@ -142,10 +135,8 @@ def _open_teacher(layout: RunPaths, name: str | None) -> Teacher:
     return Teacher(counts["width"], counts["logit_scale"], partial(_load_teacher, directory))
 
 
-@cache
-def _load_teacher(directory: Path) -> Encoder:
-    """Loads a teacher once for all terms of an objective."""
-    return load_model(directory)
+_load_teacher = cache(load_model)
+"""Loads a teacher once for all terms of an objective."""
 
 
 @contextmanager
@@ -224,13 +215,19 @@ def build_trainer(
         batches=build_loader(
             training, inputs, plan, known_bad, module.model, range(start, total), sizes
         ),
-        boundary=_build_boundary(training),
+        boundary=StepBoundary(
+            context, training.layout.run_dir, poll_s=config.poll_s,
+            deadline=None if config.wall_time_s is None else STARTED + config.wall_time_s,
+        ),
         learning_rate=partial(
             learning_rate, total_steps=total, warmup_steps=round(options.warmup * total),
             lr=options.lr, schedule=options.schedule,
         ),
         seed_words=(config.seed, training.stage), checkpoint_every=options.checkpoint.every,
-        profiler=_build_profiler(training, total),
+        profiler=StepProfiler(
+            training.directory / "profile", options.profile_steps, total, context.device,
+            context.rank,
+        ),
         compile_steps={start, *(at for at, _ in sizes)} if compiled else set(),
     )  # fmt: skip
 
@@ -282,21 +279,9 @@ def _build_recorder(
         global_batch=options.global_batch, start=steps.start, total=steps.stop,
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
         share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
-        track=list(config.track), config=to_tree(config),
+        track=list(config.track), config=asdict(config),
         evaluates=options.evaluate.every is not None, leaves_out=leaves_out, work=work,
     )  # fmt: skip
-
-
-def _build_boundary(training: StageTraining) -> StepBoundary:
-    config, run_dir = training.config, training.layout.run_dir
-    deadline = None if config.wall_time_s is None else STARTED + config.wall_time_s
-    return StepBoundary(training.context, run_dir, poll_s=config.poll_s, deadline=deadline)
-
-
-def _build_profiler(training: StageTraining, total: int) -> StepProfiler:
-    directory, context = training.directory / "profile", training.context
-    steps = training.options.profile_steps
-    return StepProfiler(directory, steps, total, context.device, context.rank)
 
 
 def _build_evaluation(
@@ -377,7 +362,9 @@ def _build_batches(
     augmentation = training.config.model_of(training.name).augmentation
     transforms = list[tuple[int, PictureTransform]]()
     for start, size in sizes:
-        train = train_transform(model, augmentation, size)
+        train = model.preprocess_train
+        if size is not None:
+            train, _ = transforms_of(model.visual, augmentation, size)
         fast = training.pixels == "fast"
         transforms.append((start, as_transform(fast_transform(train) if fast else train)))
     rows = training.text_rows
