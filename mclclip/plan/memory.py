@@ -24,14 +24,7 @@ from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF, unchanged
 from mclclip.models.encoder import Encoder, load_concat
 from mclclip.models.encoder_names import resolve_name
-from mclclip.models.memory import (
-    NeedsValues,
-    StepMeter,
-    faked,
-    load_shapes,
-    on_meta,
-    size_bytes,
-)
+from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, on_meta, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, parameter_groups
 from mclclip.models.options import ModelConfig
@@ -90,8 +83,7 @@ def _measure(config: Config, name: str, options: TrainConfig, machine: Machine) 
         cached_text = name == "train" and options.reads_text_embeddings
         batch = _batch(model, options, local, cached_text, inputs.teacher)
         if name == "train" and config.image_rows.enabled:
-            whole = not config.writes_image_rows
-            first = model.num_blocks + 1 if whole else model.num_frozen_blocks
+            first = model.num_frozen_blocks + (not config.writes_image_rows)  # + 1: the tower
             operations |= _start_from_rows(model, batch, first)
         teacher = inputs.teacher and partial(inputs.teacher, fake=True)  # type: ignore[call-arg]
         inputs = replace(inputs, model=model, context=SINGLE, teacher=teacher)
