@@ -286,6 +286,16 @@ def cut(features: Tensor, width: int) -> Tensor:
     return functional.normalize(features[:, :width], dim=1)
 
 
+def mean_of_widths(by_width: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Returns ``loss``, the mean of the losses of all widths, and ``loss_at_WIDTH`` of every width
+    but the last, which is the whole."""
+    *narrow, whole = by_width
+    return {
+        "loss": torch.stack([*by_width.values()]).mean() if narrow else by_width[whole],
+        **{f"loss_at_{each}": by_width[each].detach() for each in narrow},
+    }
+
+
 @dataclass(frozen=True)
 class Direction:
     """One direction of a loss: this rank's queries, each of which looks for its own key.
@@ -368,10 +378,8 @@ class Contrast(Objective):
             results = [self.loss_per_query(each) for each in directions]
             by_width[width] = torch.stack([losses.mean() for losses, _ in results]).mean()
         _, counted = results[0]  # the counts of all widths are the same
-        *narrow, _ = by_width
         return {
-            "loss": torch.stack([*by_width.values()]).mean() if narrow else by_width[width],
-            **{f"loss_at_{each}": by_width[each].detach() for each in narrow},
+            **mean_of_widths(by_width),
             **{name: collectives.all_reduce_sum(rows.sum()) for name, rows in counted.items()},
             **(count_near(pairs) if self.near else {}),
             "logit_scale": scale,

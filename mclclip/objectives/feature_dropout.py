@@ -42,7 +42,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -50,18 +50,8 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import (
-    BatchFields,
-    Features,
-    Objective,
-    ObjectiveInputs,
-    Reads,
-)
-from mclclip.objectives.contrast import (
-    AnyTemperature,
-    Between,
-    ContrastOptions,
-)
+from mclclip.objectives.base import BatchFields, Features, Objective, ObjectiveInputs, Reads
+from mclclip.objectives.contrast import AnyTemperature, Between, ContrastOptions
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import UnwrappedParameters
@@ -81,6 +71,7 @@ class Options(ContrastOptions):
 
     kind: Literal["feature_dropout"] = "feature_dropout"
     """Which objective."""
+    between: ClassVar[Between] = "views"
     temperature: AnyTemperature = 0.5
     epsilon: NonNegativeFloat = 0.05
     """Largest mean change of an image's pixels, which lie between 0 and 1; 0: no change."""
@@ -90,11 +81,6 @@ class Options(ContrastOptions):
     """Channels of the adversary's first layer; the next two have twice and four times as many."""
     residual_blocks: NonNegativeInt = 3
     """Residual blocks of the adversary, each with a channel of noise."""
-
-    @property
-    def between(self) -> Between:
-        """Returns "views": captions are not read."""
-        return "views"
 
     @property
     def reads(self) -> Reads:

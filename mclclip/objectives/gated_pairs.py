@@ -326,18 +326,6 @@ class LabelFilter(nn.Module):
         return gates
 
 
-class OpenGates(nn.Module):
-    """Stands for a label filter where all pairs are compared in all dimensions: every gate is 1."""
-
-    def __init__(self, num_classes: int, dim: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.num_classes, self.dim, self.dtype = num_classes, dim, dtype
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Returns ones [n, D] for pairs of classes, int64 [n] each."""
-        return torch.ones(len(first), self.dim, dtype=self.dtype, device=first.device)
-
-
 def apply_norm(features: Tensor, norm: nn.Module | None) -> Tensor:
     """Returns features [n, D] after the layer norm, if there is one.
 

@@ -53,12 +53,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
 from mclclip.objectives.base import BatchFields, Features, ObjectiveInputs, Reads
-from mclclip.objectives.contrast import (
-    Between,
-    Contrast,
-    ContrastOptions,
-    Direction,
-)
+from mclclip.objectives.contrast import Between, Contrast, ContrastOptions, Direction
 from mclclip.objectives.pairs import Pairs
 from mclclip.objectives.row_losses import log_sums, row_losses, sum_columns, sum_weights
 from mclclip.ranks import collectives
@@ -72,15 +67,11 @@ class Options(ContrastOptions):
 
     kind: Literal["info_nce"] = "info_nce"
     """Which objective."""
+    between: ClassVar[Between] = "captions"
     hard_captions: HardCaptions | None = None
     """Edited captions as further negatives of images, such as ``{rules: [colour, swap], scope:
     global}``; ``{}`` takes all rules (null: none)."""
     takes_positives: ClassVar[bool] = True
-
-    @property
-    def between(self) -> Between:
-        """Returns "captions"."""
-        return "captions"
 
     @property
     def reads(self) -> Reads:

@@ -123,27 +123,29 @@ class NearCopies:
 
 
 def pairs_of(
-    batch: BatchFields,
-    tile: int,
-    near: NearCopies | None,
-    *,
-    alone: bool = False,
+    batch: BatchFields, tile: int, near: NearCopies | None, *, num_rows: int | None = None
 ) -> Pairs:
     """Returns which samples of all ranks are negatives of which of this rank's samples.
 
-    ``near`` are options with ``of`` filled in (`NearCopies.resolved`). A collective, unless the
-    batch is this rank's ``alone``.
+    ``near`` are options with ``of`` filled in (`NearCopies.resolved`). With ``num_rows`` the batch
+    is a global one, of which so many first samples are compared with all of it. A collective,
+    unless ``num_rows`` is given.
     """
-    gather = (lambda x: x) if alone else collectives.gather
-    marks = batch.group_ids[:, 0], batch.sample_id
-    pairs = Pairs(*marks, *marks, 0, tile) if alone else Pairs.over_ranks(*marks, tile)
+    groups, sample_id = batch.group_ids[:, 0], batch.sample_id
+    gather = collectives.gather if num_rows is None else (lambda every: every)
+    if num_rows is None:
+        pairs = Pairs.over_ranks(groups, sample_id, tile)
+    else:
+        pairs = Pairs(groups[:num_rows], sample_id[:num_rows], groups, sample_id, 0, tile)
     if near is None:
         return pairs
     if near.by_bytes:
-        digests = tuple(batch.extras[name] for name in sorted(near.digests))
-        return replace(pairs, digests=digests, all_digests=tuple(map(gather, digests)))
-    rows = {name: batch.extras[stored_name(None, name)] for name in sorted(near.base)}
-    every = {name: gather(each) for name, each in rows.items()}
+        digests = [batch.extras[name] for name in sorted(near.digests)]
+        own = tuple(each[:num_rows] for each in digests)
+        return replace(pairs, digests=own, all_digests=tuple(map(gather, digests)))
+    extras = {name: batch.extras[stored_name(None, name)] for name in sorted(near.base)}
+    rows = {name: each[:num_rows] for name, each in extras.items()}
+    every = {name: gather(each) for name, each in extras.items()}
     sides = [names for each in near.of or () for names in _SIDES[each]]
     if near.margin is None:
         bounds = next(iter(rows.values())).new_full((len(pairs.groups),), near.threshold)

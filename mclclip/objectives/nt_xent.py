@@ -31,17 +31,12 @@ Its slow reference is ``nt_xent`` in tests/objective_loops.py.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from mclclip.objectives.base import ObjectiveInputs
-from mclclip.objectives.contrast import (
-    AnyTemperature,
-    Between,
-    Contrast,
-    ContrastOptions,
-)
+from mclclip.objectives.contrast import AnyTemperature, Between, Contrast, ContrastOptions
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.util.options import STRICT
 
@@ -52,12 +47,8 @@ class Options(ContrastOptions):
 
     kind: Literal["nt_xent"] = "nt_xent"
     """Which objective."""
+    between: ClassVar[Between] = "views"
     temperature: AnyTemperature = 0.5
-
-    @property
-    def between(self) -> Between:
-        """Returns "views": captions are not read."""
-        return "views"
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:
         """Returns the loss; a trained temperature is its only parameter."""

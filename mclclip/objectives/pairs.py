@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -79,17 +79,8 @@ class Pairs:
     def among_views(self, num_views: int, own_view: int) -> Pairs:
         """Returns the same rows among the columns of several views, [num_views * B]; the own pair
         is in the view ``own_view``."""
-        classes = None if self.all_classes is None else self.all_classes.repeat(num_views)
-        return replace(
-            self,
-            all_groups=self.all_groups.repeat(num_views),
-            all_sample_ids=self.all_sample_ids.repeat(num_views),
-            all_classes=classes,
-            all_digests=tuple(each.repeat(num_views) for each in self.all_digests),
-            all_base=tuple(each.repeat(num_views, 1) for each in self.all_base),
-            first=self.first + own_view * len(self.all_groups),
-            _near=None,
-        )
+        first = self.first + own_view * len(self.all_groups)
+        return self._with_columns(lambda every: torch.cat([every] * num_views), first)
 
     def keeping_near(self) -> Pairs:
         """Returns the same, which finds the near copies of each tile once, and keeps them."""
@@ -97,27 +88,19 @@ class Pairs:
         return replace(self, _near=None if many else {})
 
     def chunk(self, columns: slice) -> Pairs:
-        """Returns the same rows among some of the columns; the losses that take it have no
-        classes."""
-        return replace(
-            self,
-            all_groups=self.all_groups[columns],
-            all_sample_ids=self.all_sample_ids[columns],
-            all_digests=tuple(each[columns] for each in self.all_digests),
-            all_base=tuple(each[columns] for each in self.all_base),
-            first=self.first - columns.start,
-            _near=None,
-        )
+        """Returns the same rows among some of the columns."""
+        return self._with_columns(lambda every: every[columns], self.first - columns.start)
 
-    def first_rows(self, num: int) -> Pairs:
-        """Returns the first ``num`` rows, among the same columns; without classes."""
+    def _with_columns(self, change: Callable[[Tensor], Tensor], first: int) -> Pairs:
+        """Returns the same rows, with every tensor of the columns changed."""
         return replace(
             self,
-            groups=self.groups[:num],
-            sample_id=self.sample_id[:num],
-            digests=tuple(each[:num] for each in self.digests),
-            base=tuple(each[:num] for each in self.base),
-            bounds=None if self.bounds is None else self.bounds[:num],
+            all_groups=change(self.all_groups),
+            all_sample_ids=change(self.all_sample_ids),
+            all_classes=None if self.all_classes is None else change(self.all_classes),
+            all_digests=tuple(map(change, self.all_digests)),
+            all_base=tuple(map(change, self.all_base)),
+            first=first,
             _near=None,
         )
 

@@ -44,14 +44,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import (
-    BatchFields,
-    Features,
-    Objective,
-    ObjectiveInputs,
-    Reads,
-)
-from mclclip.objectives.contrast import PairOptions, cut
+from mclclip.objectives.base import BatchFields, Features, Objective, ObjectiveInputs, Reads
+from mclclip.objectives.contrast import PairOptions, cut, mean_of_widths
 from mclclip.objectives.near_copies import NearCopies, count_near, pairs_of
 from mclclip.objectives.pairs import TILE, Pairs
 from mclclip.objectives.row_losses import (
@@ -158,10 +152,8 @@ class Sigmoid(Objective):
             sides = cut(image_features, width), cut(others, width)
             total, has_none = sigmoid_sums(*sides, scale, bias, pairs, self._has_positives)
             by_width[width] = total / len(image_features)
-        *narrow, _ = by_width
         return {
-            "loss": torch.stack([*by_width.values()]).mean() if narrow else by_width[width],
-            **{f"loss_at_{each}": by_width[each].detach() for each in narrow},
+            **mean_of_widths(by_width),
             "rows_without_negatives": collectives.all_reduce_sum(has_none.sum()),
             **(count_near(pairs) if self.near else {}),
             "logit_scale": scale,

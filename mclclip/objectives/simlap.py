@@ -66,7 +66,6 @@ from mclclip.objectives.contrast import AnyTemperature, Temperature
 from mclclip.objectives.gated_pairs import (
     ClassPairs,
     LabelFilter,
-    OpenGates,
     Pairing,
     Penalty,
     apply_norm,
@@ -178,21 +177,6 @@ class Options(ObjectiveOptions):
         """Returns the loss with a new label filter, the same on all ranks."""
         return (SimLAP if self.momentum is None else MomentumSimLAP)(self, inputs)
 
-    def new_filter(
-        self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
-    ) -> LabelFilter | OpenGates:
-        """Returns the module that computes gates [n, dim] from two classes, int64 [n] each."""
-        if self.gates == "open":
-            return OpenGates(num_classes, dim, dtype=dtype)
-        return LabelFilter(
-            num_classes,
-            dim,
-            label_dim=self.label_dim,
-            hidden_dim=self.hidden_dim,
-            seed=seed,
-            dtype=dtype,
-        )
-
     def means_of(self, classes: Classes) -> Tensor | None:
         """Returns the means of classes, [K, E], if ``n_closest`` compares them, else None. Raises
         FileNotFoundError or ValueError for a file that does not fit."""
@@ -223,7 +207,12 @@ class SimLAP(Objective):
         super().__init__()
         assert inputs.classes is not None
         num_classes, dim = inputs.classes.num_classes, inputs.model.feature_dim
-        self.filter = options.new_filter(num_classes, dim, inputs.dtype, inputs.seed)
+        self.filter: LabelFilter | None = None  # None: all gates are open
+        if options.gates == "labels":
+            self.filter = LabelFilter(
+                num_classes, dim, label_dim=options.label_dim, hidden_dim=options.hidden_dim,
+                seed=inputs.seed, dtype=inputs.dtype,
+            )  # fmt: skip
         self.norm = nn.LayerNorm(dim, dtype=inputs.dtype) if options.norm == "layer" else None
         self.pairs, self.score, self.tile = options.pairs, options.score, _TILE
         self.penalty, self.penalty_weight = options.penalty, options.penalty_weight
@@ -268,8 +257,10 @@ class SimLAP(Objective):
         views = self._views(features)
         scale = self.temperature.scale(views[0][0], features.get("logit_scale"))
         pairs = self._pairs(batch.classes[:, 0], batch.group_ids[:, 0], batch.sample_id)
-        # Rows without a partner (-1) are left out, so their gates do not matter.
-        gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
+        gates = torch.ones_like(views[0][0])
+        if self.filter is not None:
+            # Rows without a partner (-1) are left out, so their gates do not matter.
+            gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
         by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
         _, positives, negatives = by_view[0]  # the same in every view
         left_out = collectives.all_reduce_sum((positives == 0).sum())
@@ -284,7 +275,7 @@ class SimLAP(Objective):
             "temperature": 1.0 / scale.detach(),
         }
         if self.penalty_weight:
-            assert isinstance(self.filter, LabelFilter)  # options refuse it with open gates
+            assert self.filter is not None  # options refuse it with open gates
             parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
         return parts
@@ -313,7 +304,7 @@ class SimLAP(Objective):
             if self._closest is not None:
                 closest = self._closest[present].numpy()
             else:
-                assert isinstance(self.filter, LabelFilter)
+                assert self.filter is not None
                 vectors = self.filter.labels.weight
                 rows = to_device(present, vectors.device)
                 closest = closest_classes(vectors, rows, self.num_closest).cpu().numpy()

@@ -33,7 +33,7 @@ Its slow reference is ``supervised`` in tests/objective_loops.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -60,6 +60,7 @@ class Options(ContrastOptions):
 
     kind: Literal["supcon"] = "supcon"
     """Which objective."""
+    between: ClassVar[Between] = "views"
     temperature: AnyTemperature = 0.1
     attribute: str | None = None
     """Attribute of the samples that is their class, such as ``shape``; null: their cluster at the
@@ -70,11 +71,6 @@ class Options(ContrastOptions):
     num_views: Literal[1, 2] = 2
     """Views of every image. With one, samples whose class no other sample of the batch has are left
     out."""
-
-    @property
-    def between(self) -> Between:
-        """Returns "views": captions are not read."""
-        return "views"
 
     @property
     def reads(self) -> Reads:

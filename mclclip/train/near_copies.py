@@ -58,7 +58,7 @@ def report_near(
             log.info("coverage of near copies is not known: %s", error)
             return
         for near, sum_of in zip(compared, sums, strict=True):
-            pairs = pairs_of(batch, TILE, near, alone=True).first_rows(num_rows)
+            pairs = pairs_of(batch, TILE, near, num_rows=num_rows)
             per_row = count_columns(replace(pairs, columns="near"))
             has_none = (per_row > 0) & (count_columns(pairs) == 0)
             sum_of += (num_rows, int((per_row > 0).sum()), int(per_row.sum()), int(has_none.sum()))
