@@ -38,8 +38,6 @@ from mclclip.models.options import Variant
 from mclclip.util import files
 from mclclip.util.options import brief, with_prefix
 
-_MOST_STAGES = 64
-
 
 class Encoder(nn.Module):
     """One model, or the stages of a run joined. Dot products of its features are similarities.
@@ -391,10 +389,9 @@ def load_concat(directory: Path, *, load_weights: bool = True) -> Encoder:
     listed = record.get("stages") if isinstance(record, dict) else None
     number = len(listed) if isinstance(listed, list) else 0
     held = {name.partition(".")[0] for name in names} - {"shared"}
-    if not 1 <= number <= _MOST_STAGES or not held <= {f"stage_{n}" for n in range(number)}:
+    if not number or not held <= {f"stage_{n}" for n in range(number)}:
         raise ValueError(
-            f"{path} names {number:,} stages (at most {_MOST_STAGES} are read), its weights hold "
-            f"{sorted(held)[:5]}: export it again"
+            f"{path} names {number} stages, its weights hold {sorted(held)[:5]}: export it again"
         )
     stages = _build_stages(directory, names, number, record)
     if load_weights:
