@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import __version__
-from mclclip.cli.flag_parser import (
-    Parser,
-    character,
-    parse_named_path,
-    parse_path,
-    whole_number,
-)
+from mclclip.cli.flag_parser import Parser, character, parse_named_path, parse_path, whole_number
 from mclclip.data import datasets
 from mclclip.util import shipped
 from mclclip.util.remake import Remake

@@ -28,12 +28,7 @@ from open_clip.model import CLIPTextCfg, CLIPVisionCfg, convert_to_custom_text_s
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.timm_model import TimmModel
-from open_clip.tokenizer import (
-    DEFAULT_CONTEXT_LENGTH,
-    HFTokenizer,
-    SimpleTokenizer,
-    get_clean_fn,
-)
+from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 

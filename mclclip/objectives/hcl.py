@@ -41,12 +41,7 @@ from pydantic.types import NonNegativeFloat
 from torch import Tensor
 
 from mclclip.objectives.base import ObjectiveInputs
-from mclclip.objectives.contrast import (
-    Between,
-    Contrast,
-    ContrastOptions,
-    Direction,
-)
+from mclclip.objectives.contrast import Between, Contrast, ContrastOptions, Direction
 from mclclip.objectives.row_losses import count_columns, log_sums, softplus_of_difference
 from mclclip.util.options import STRICT, BelowOne
 

@@ -55,12 +55,7 @@ from mclclip.objectives.base import (
     ObjectiveOptions,
     Reads,
 )
-from mclclip.objectives.class_centers import (
-    Margin,
-    ShardedClassCenters,
-    class_sums,
-    normal_rows,
-)
+from mclclip.objectives.class_centers import Margin, ShardedClassCenters, class_sums, normal_rows
 from mclclip.objectives.products import EXACT, ProductPrecision, Products, choose_products
 from mclclip.objectives.row_losses import softplus_of_difference, to_fp32
 from mclclip.ranks.collectives import UnwrappedParameters

@@ -12,11 +12,7 @@ import numpy as np
 from mclclip.config import Config, TrainConfig
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.extras import (
-    BaseFeatures,
-    EqualityDigests,
-    report_edits,
-)
+from mclclip.data.extras import BaseFeatures, EqualityDigests, report_edits
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
