@@ -1,7 +1,7 @@
 """The options of all rooms as one `Config`: loaded from YAML, overridden, checked, dumped."""
 
 from mclclip.config.options import Config
-from mclclip.config.reading import dump, from_tree, load, to_tree
+from mclclip.config.reading import dump, from_tree, load
 from mclclip.train.options import TrainConfig
 
 __all__ = [
@@ -10,5 +10,4 @@ __all__ = [
     "dump",
     "from_tree",
     "load",
-    "to_tree",
 ]

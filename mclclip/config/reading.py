@@ -113,11 +113,6 @@ def _refuse_booleans(tree: Any, options: Any, name: str = "") -> None:
         _refuse_booleans(part, value, f"{name}.{key}".lstrip("."))
 
 
-def to_tree(config: Any) -> dict[str, Any]:
-    """Returns a config, or a part of one, as plain nested mappings."""
-    return dict(dataclasses.asdict(config))
-
-
 def dump(config: Config) -> str:
     """Returns the whole configuration, with all defaults, as YAML."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +282,7 @@ def _build_tree(choices: Sequence[Choice]) -> dict[str, Any]:
 def _write_yaml(choices: Sequence[Choice], config: Config, overrides: Sequence[str]) -> str:
     """Returns the choices and overrides as YAML, each with its reason as a comment."""
     reasons = {key: reason for key, _, reason in choices}
-    tree, plain = _build_tree(choices), configuration.to_tree(config)
+    tree, plain = _build_tree(choices), asdict(config)
     for key in (override.partition("=")[0] for override in overrides):
         *parents, last = key.split(".")
         node, value = tree, plain

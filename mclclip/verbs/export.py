@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mclclip.checkpoint import step_files
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import Config, TrainConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import ExportStep
@@ -187,8 +187,8 @@ def _load_stage(config: Config, layout: RunPaths, stage: int, state: dict[str, T
     if not model_state:
         raise RuntimeError(f"the checkpoint in {directory} holds no part {model.part!r} of a model")
     if options.lora is not None:
-        model.lock(**to_tree(options.lock))
-        add_lora(model, **to_tree(options.lora), seed=0)
+        model.lock(**asdict(options.lock))
+        add_lora(model, **asdict(options.lora), seed=0)
     try:
         model.exported.load_state_dict(model_state, strict=True)
     except RuntimeError as error:

@@ -22,14 +22,14 @@ import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from mclclip import config as configuration
 from mclclip import method
-from mclclip.config import Config, to_tree
+from mclclip.config import Config
 from mclclip.data.epoch_plan import total_steps
 from mclclip.eval import results
 from mclclip.plan import steps as planned
@@ -227,7 +227,7 @@ class Race:
     @property
     def record(self) -> dict[str, Any]:
         """Options of the base configuration that change what is trained."""
-        tree = {name: v for name, v in to_tree(self.base).items() if name not in _FREE}
+        tree = {name: v for name, v in asdict(self.base).items() if name not in _FREE}
         tree["data"] = {"sources": tree["data"]["sources"], "pixels": tree["data"]["pixels"]}
         for name in self.base.trainings:
             tree[name] = identity_of(getattr(self.base, name))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def track(config: Config) -> None:
             paths.append(opened.directory / name)
         except (FileNotFoundError, RuntimeError, ValueError) as error:
             log.warning("track: %s is left out: %s", name, error)
-    trackers = Trackers.open(config.track, opened.directory, config=configuration.to_tree(config))
+    trackers = Trackers.open(config.track, opened.directory, config=asdict(config))
     for path in paths:
         trackers.attach(path)
     trackers.close()

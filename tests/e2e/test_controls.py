@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,7 @@ def test_a_control_of_another_training_is_refused(labels: Path, tmp_path: Path) 
     """Its number of steps would be that of labels or options that are no more."""
     options = labelled(labels, tmp_path / "run", "drop")
     train.run(options, SINGLE, stage=1)
-    longer = config.from_tree(config.to_tree(options), ["train.epochs=3"])
+    longer = config.from_tree(asdict(options), ["train.epochs=3"])
     with pytest.raises(ValueError, match=r"train.epochs was 2.*, now 3"):
         train.run(longer, SINGLE, stage=1, variant="ungrouped")
     assert not RunPaths.of(options, "ungrouped").train(1).exists()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,7 @@ def smaller(settled: Config) -> list[str]:
     for name, benchmark in settled.eval.suite.items():
         # COCO's annotations, and the lists of captions and labels of `ucm`, are not made here.
         if benchmark.kind != "retrieval" and "labels" not in benchmark.options:
-            suite[name] = config.to_tree(benchmark)
+            suite[name] = asdict(benchmark)
     return [*found, f"eval.suite={json.dumps(suite)}"]
 
 

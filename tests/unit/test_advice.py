@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def advised() -> set[tuple[str, str]]:
 def complaint(key: str, value: str) -> str | None:
     """What the configurations say against the advice, None where one takes it; parts of ``train``
     may go by their names."""
-    options = config.to_tree(config.from_tree(BASES[0]))
+    options = asdict(config.from_tree(BASES[0]))
     full = key if key.split(".")[0] in options else f"train.{key}"
     filled, first = UNKNOWN in value, None
     for base in BASES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -475,7 +476,7 @@ def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
 def test_pictures_are_read_behind_urls(tmp_path: Path) -> None:
     made_run.write_shards(tmp_path / "shards")
     with serving(tmp_path / "shards") as server:
-        tree = config.to_tree(made_run.settings(tmp_path))
+        tree = asdict(made_run.settings(tmp_path))
         urls = [server.url(path.name) for path in sorted(server.folder.iterdir())]
         tree["data"]["sources"]["made"]["shards"] = urls
         options = config.from_tree(tree)

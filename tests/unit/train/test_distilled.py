@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from mclclip import method
 from mclclip.checkpoint import step_files
-from mclclip.config import Config, from_tree, to_tree
+from mclclip.config import Config, from_tree
 from mclclip.data.bytes import RawSample
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
@@ -214,7 +215,7 @@ def test_a_teacher_of_another_index(copied: tuple[Config, Path], tmp_path: Path)
     config, _ = copied
     other = tiny.make_data(tmp_path / "other", num_samples=48)
     words = [f"data.sources.patterns.shards={other}/shards/*.tar"]
-    config = from_tree(to_tree(config), words)
+    config = from_tree(asdict(config), words)
     index.run(config, SINGLE, force=Remake.UNFIT)
     with pytest.raises(RuntimeError, match="has 60 rows, the index has 48 .and other sample keys"):
         stored(config)
