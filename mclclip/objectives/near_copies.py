@@ -141,8 +141,8 @@ def pairs_of(
         return pairs
     if near.by_bytes:
         digests = [batch.extras[name] for name in sorted(near.digests)]
-        own = tuple(each[:num_rows] for each in digests)
-        return replace(pairs, digests=own, all_digests=tuple(map(gather, digests)))
+        of_rows = tuple(each[:num_rows] for each in digests)
+        return replace(pairs, digests=of_rows, all_digests=tuple(map(gather, digests)))
     extras = {name: batch.extras[stored_name(None, name)] for name in sorted(near.base)}
     rows = {name: each[:num_rows] for name, each in extras.items()}
     every = {name: gather(each) for name, each in extras.items()}
