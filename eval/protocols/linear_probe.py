@@ -35,7 +35,7 @@ from mclclip.eval.classification import (
 )
 from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.images import read_parts
-from mclclip.eval.logistic import MAX_ITERATIONS, TOLERANCE, Classifier, choose_solver
+from mclclip.eval.logistic import MAX_ITERATIONS, TOLERANCE, Classifier
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
@@ -118,27 +118,23 @@ def train(
                 f"{len(lacking)} classes have no train image with them, or none without, such as "
                 f"{data.class_names[lacking[0]]!r}: a classifier needs both"
             )
-    # The solver is chosen once, so that search and final training use the same.
-    fitting: dict[str, Any] = {
-        "solver": choose_solver(len(labels)), "max_iterations": max_iterations
-    }  # fmt: skip
     if strength:
         best_strength, strength_from = strength, "set"
     elif data.valid is not None:
         strength_from = "validation on the data set's own split"
-        best_strength = _search(context, data.held_out(data.valid), metric, fitting)
+        best_strength = _search(context, data.held_out(data.valid), metric, max_iterations)
     else:
         strength_from = f"validation on {validation_share:g} of train"
         # If images have several labels, the part is drawn from all images at once.
         classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
         held = held_out(classes, validation_share, seed)
-        best_strength = _search(context, data.held_out(held), metric, fitting)
-    [fitted] = _fit_all(context, data.train, labels, [best_strength], fitting)
+        best_strength = _search(context, data.held_out(held), metric, max_iterations)
+    [fitted] = _fit_all(context, data.train, labels, [best_strength], max_iterations)
     protocol = {
         "strength": best_strength,
         "strength_from": strength_from,
         "seed": seed,
-        **fitting,
+        "max_iterations": max_iterations,
         "converged": _log(best_strength, fitted, "trained on train and validation"),
         "standardised": "rows to equal length",
     }
@@ -160,7 +156,7 @@ def _fit_all(
     rows: Features,
     labels: IntArray,
     strengths: Sequence[float],
-    fitting: dict[str, Any],
+    max_iterations: int,
 ) -> list[list[Classifier | None]]:
     """Trains classifiers: for labels [N] one for every strength, for labels [N, K] one for every
     strength and class. Returns a list for every strength.
@@ -172,13 +168,12 @@ def _fit_all(
     fits = [(strength, truth) for strength in strengths for truth in columns]
 
     def fit(strength: float, truth: IntArray) -> Classifier | None:
-        if labels.ndim == 1:
-            return logistic.fit(rows, truth, strength, device=context.device, **fitting)
-        judged = truth != 0
-        if len(np.unique(truth[judged])) < 2:
-            return None
-        judged_rows = rows[judged]
-        return logistic.fit(judged_rows, truth[judged], strength, device=context.device, **fitting)
+        judged_rows = rows
+        if labels.ndim == 2:
+            judged_rows, truth = rows[truth != 0], truth[truth != 0]
+            if len(np.unique(truth)) < 2:
+                return None
+        return logistic.fit(judged_rows, truth, strength, max_iterations, device=context.device)
 
     shares = over_ranks(context, len(fits), lambda part: [fit(*each) for each in fits[part]])
     fitted = [classifier for share in shares for classifier in share]
@@ -208,15 +203,13 @@ def outcomes_of(
     return Outcomes(items, classifier.predict(rows) == truth, strata=strata)
 
 
-def _search(
-    context: Context, data: LabelledFeatures, metric: Metric, fitting: dict[str, Any]
-) -> float:
+def _search(context: Context, data: LabelledFeatures, metric: Metric, max_iterations: int) -> float:
     """The strength whose classifiers, trained on ``data.train``, have the best ``metric`` on
     ``data.test``."""
 
     def score(positions: Sequence[int]) -> dict[int, float]:
         strengths = [strength_at(position) for position in positions]
-        tried = _fit_all(context, data.train, data.train_labels, strengths, fitting)
+        tried = _fit_all(context, data.train, data.train_labels, strengths, max_iterations)
         # All ranks take the values of rank 0, since unlike machines may compute other last bits.
         values = on_main(lambda: [outcomes_of(metric, fitted, data).value() for fitted in tried])
         for strength, fitted, value in zip(strengths, tried, values, strict=True):

@@ -1,4 +1,4 @@
-"""Logistic regression by both solvers, beside scikit-learn's own models."""
+"""Logistic regression beside scikit-learn's own models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from mclclip.eval import logistic
-from mclclip.eval.logistic import Solver
-
-SOLVERS: tuple[Solver, ...] = ("scikit_learn", "torch")
 
 
 def noisy_classes(count: int, num_classes: int = 4, seed: int = 0) -> tuple[Any, Any]:
@@ -25,7 +22,7 @@ def noisy_classes(count: int, num_classes: int = 4, seed: int = 0) -> tuple[Any,
 @pytest.mark.parametrize("block", [7, 100_000])
 @pytest.mark.parametrize("count, num_classes", [(10, 3), (17, 3), (200, 2), (200, 4), (1000, 9)])
 @pytest.mark.parametrize("strength", [1e-2, 1.0, 100.0])
-def test_both_solvers_find_the_minimum_of_another(
+def test_it_finds_the_minimum_of_another_solver(
     monkeypatch: pytest.MonkeyPatch, strength: float, count: int, num_classes: int, block: int
 ) -> None:
     """newton-cg finds it by second derivatives. Unit rows under strength / 9 are the same problem
@@ -35,17 +32,15 @@ def test_both_solvers_find_the_minimum_of_another(
     test, _ = noisy_classes(300, num_classes, seed=1)
     reference = LogisticRegression(C=9 / strength, solver="newton-cg", tol=1e-10, max_iter=1000)
     reference.fit(train.astype(np.float64), 10 * labels)
-    for solver in SOLVERS:
-        fitted = logistic.fit(train, 10 * labels, strength, solver=solver)
-        assert fitted.converged and fitted.weight.shape == (num_classes, 9)
-        logits = test @ fitted.weight.T + fitted.bias
-        shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(shares, reference.predict_proba(test), atol=2e-3)
-        assert np.array_equal(10 * logits.argmax(axis=1), fitted.predict(test))
+    fitted = logistic.fit(train, 10 * labels, strength)
+    assert fitted.converged and fitted.weight.shape == (num_classes, 9)
+    logits = test @ fitted.weight.T + fitted.bias
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(shares, reference.predict_proba(test), atol=2e-3)
+    assert np.array_equal(10 * logits.argmax(axis=1), fitted.predict(test))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_many_classes_are_learnt_to_the_end(solver: Solver) -> None:
+def test_many_classes_are_learnt_to_the_end() -> None:
     """With 200 classes scikit-learn's own tolerance stops too early, as do rows of length 1."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(200), 4)
@@ -56,27 +51,20 @@ def test_many_classes_are_learnt_to_the_end(solver: Solver) -> None:
         for rows in (train, test)
     )
     reference = LogisticRegression(C=100 * 32, tol=1e-9, max_iter=10_000).fit(train, labels)
-    fitted = logistic.fit(train, labels, 0.01, solver=solver)
+    fitted = logistic.fit(train, labels, 0.01)
     assert np.array_equal(fitted.predict(test), reference.predict(test))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_common_mean_does_not_slow_the_solver_down(solver: Solver) -> None:
+def test_a_common_mean_does_not_slow_the_solver_down() -> None:
     """Features of CLIP lie in a narrow cone; the free bias makes their mean irrelevant. Here the
     solver takes some 80 steps, and 185 where the mean is left in."""
     train, labels = noisy_classes(200)
     narrow = train + np.float32(5)
     narrow /= np.linalg.norm(narrow, axis=1, keepdims=True)
-    assert logistic.fit(narrow, labels, 1e-2, 130, solver=solver).converged
+    assert logistic.fit(narrow, labels, 1e-2, 130).converged
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_fit_that_ends_too_early_has_a_gradient(solver: Solver) -> None:
+def test_a_fit_that_ends_too_early_has_a_gradient() -> None:
     train, labels = noisy_classes(200)
-    fitted = logistic.fit(train, labels, 1e-4, 2, solver=solver)
+    fitted = logistic.fit(train, labels, 1e-4, 2)
     assert not fitted.converged and 1e-4 < fitted.gradient < 1
-
-
-def test_the_number_of_rows_alone_chooses_the_solver() -> None:
-    chosen = {rows: logistic.choose_solver(rows) for rows in (10, 199_999, 200_000, 1_281_167)}
-    assert [*chosen.values()] == ["scikit_learn", "scikit_learn", "torch", "torch"]
