@@ -110,3 +110,7 @@ class EvalConfig:
     """Images or texts per forward."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the encoder during evaluation."""
+
+    def is_loss(self, metric: str) -> bool:
+        """Returns True if smaller figures of ``metric``, a BENCHMARK/METRIC, are better."""
+        return evaluator(self.suite[metric.partition("/")[0]].kind).is_loss

@@ -420,12 +420,6 @@ RULES: tuple[Rule, ...] = (
          and "eval.text_rows goes with model.text_rows, which names no file: set that too"),
     Rule("TRAINING.checkpoint.mirror", _mirror),
     Rule("TRAINING.evaluate", _metric),
-    Rule("TRAINING.evaluate.metric", lambda at: (
-        (how := at.options.evaluate).metric is not None and how.mode == "max"
-        and (judge := at.config.eval.suite.get(how.metric.partition("/")[0]))
-        and evaluator(judge.kind).is_loss
-        and f"{at.training}.evaluate.metric={how.metric} is a loss, of which the smaller one is "
-        "better, and evaluate.mode is max: set it to min"), "run"),
     excludes("relocate.url", "relocate.enabled=true", "num_stages>0", needs="run",
              because="copies are uploaded there between the verbs 'relocate' and 'train', and "
              "'run' would train before that: leave it out, or call the verbs"),

@@ -293,7 +293,8 @@ def _build_evaluation(
         return None
     assert training.evaluate is not None, "a caller that asks for evaluations passes them"
     every = options.every * (plan.steps_per_epoch if options.unit == "epochs" else 1)
-    return PeriodicEvaluation(engine, training.evaluate, options, every, total)
+    is_loss = options.metric is not None and training.config.eval.is_loss(options.metric)
+    return PeriodicEvaluation(engine, training.evaluate, options, every, total, is_loss)
 
 
 def build_checkpoints(training: StageTraining, identity: str) -> Checkpoints:

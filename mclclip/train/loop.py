@@ -140,8 +140,9 @@ class PeriodicEvaluation:
     """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
 
     ``options.metric`` names the figure by which the best checkpoint is chosen; of equal figures the
-    earliest is the best. Without a metric, figures are only recorded. Checkpoints hold the figures
-    (``values``) beside the state of ``engine``.
+    earliest is the best, and ``is_loss`` says that smaller ones are better. Without a metric,
+    figures are only recorded. Checkpoints hold the figures (``values``) beside the state of
+    ``engine``.
     """
 
     engine: Stateful
@@ -149,6 +150,7 @@ class PeriodicEvaluation:
     options: EvaluateConfig
     every: int
     total: int
+    is_loss: bool = False
     values: list[float] = field(default_factory=list)
 
     def is_due(self, done: int) -> bool:
@@ -176,7 +178,7 @@ class PeriodicEvaluation:
         """The first step with the best figure so far; None without a metric or a figure."""
         if not self.values:
             return None
-        best = max(self.values) if self.options.mode == "max" else min(self.values)
+        best = min(self.values) if self.is_loss else max(self.values)
         return min((self.values.index(best) + 1) * self.every, self.total)
 
     @property

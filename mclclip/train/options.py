@@ -32,9 +32,8 @@ class EvaluateConfig:
     """Benchmarks of ``eval.suite`` by their names; empty: all of them. The training waits."""
     metric: str | None = None
     """``BENCHMARK/METRIC``, such as ``mmvp/average``: the figure that ``patience`` and ``best`` go
-    by. Null: figures are only recorded."""
-    mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller figure is better."""
+    by: of losses the smallest is the best, of others the largest. Null: figures are only
+    recorded."""
     patience: PositiveInt | None = None
     """Evaluations in a row without a better figure after which the training ends; null: never."""
     best: bool = False

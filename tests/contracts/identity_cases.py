@@ -126,7 +126,6 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "train.evaluate.every": ("train.evaluate.every=1", set()),
     "train.evaluate.unit": ("train.evaluate.unit=epochs", set()),
     "train.evaluate.suite": ("train.evaluate.every=1 train.evaluate.suite=[pairs]", set()),
-    "train.evaluate.mode": ("train.evaluate.mode=min", set()),
     "train.evaluate.metric": ("{judged}", {TRAIN}),
     "train.evaluate.patience": ("{judged} train.evaluate.patience=1", {TRAIN}),
     "train.evaluate.best": ("{judged} train.evaluate.best=true", {TRAIN}),

@@ -34,7 +34,6 @@ LONG = "model.long_context=true"
 ZERO = "train.engine.name=deepspeed"
 PROBE = "eval.suite.x={kind: linear_probe, path: y, options: {feature: pooled}}"
 PAIRS = "eval.suite.x={kind: mmvp, path: y}"
-LOSS = "eval.suite.x={kind: contrastive_loss, path: y}"
 EVERY = "train.evaluate.every=1"
 
 
@@ -150,8 +149,6 @@ CASES = [
     case("train.evaluate.every", EVERY, then=PAIRS),
     case("train.evaluate.suite", f"{EVERY} | {PAIRS} | train.evaluate.suite=[y]",
          then="train.evaluate.suite=[x]"),
-    case("train.evaluate.metric", f"{EVERY} | {LOSS} | train.evaluate.metric=x/loss",
-         then="train.evaluate.mode=min"),
     case("controls", f"controls=[ungrouped] | {EVERY} | {PAIRS} | train.evaluate.metric=x/average |"
          " train.evaluate.patience=1", then="train.evaluate.patience=null"),
     case("relocate.url", "relocate.enabled=true | relocate.url=s3://copies",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mclclip import config
+from mclclip.eval.protocols import BenchmarkConfig, EvalConfig
 from mclclip.train.loop import PeriodicEvaluation
 from mclclip.train.options import EvaluateConfig
 
@@ -28,9 +29,10 @@ class Engine:
 def judging(values: dict[int, float], **options: Any) -> PeriodicEvaluation:
     """Of a training of 10 steps, evaluated after 3, 6, 9 and 10."""
     settled: dict[str, Any] = {"every": 3, "metric": "pairs/average"} | options
+    is_loss = settled.pop("is_loss", False)
     when = EvaluateConfig(**settled)
     figures = lambda step: {"pairs/average": values[step]}  # noqa: E731
-    return PeriodicEvaluation(Engine(), figures, when, settled["every"], total=10)
+    return PeriodicEvaluation(Engine(), figures, when, settled["every"], 10, is_loss)
 
 
 def until_it_ends(judged: PeriodicEvaluation, start: int = 0) -> int:
@@ -53,11 +55,11 @@ def test_it_is_due_every_so_many_steps_and_at_the_end() -> None:
     ("values", "options", "ends", "best"),
     [
         ([50, 60, 55, 58], {}, 10, 6),
-        ([50, 60, 55, 58], {"mode": "min"}, 10, 3),
+        ([50, 60, 55, 58], {"is_loss": True}, 10, 3),
         ([50, 60, 60, 60], {"patience": 2}, 10, 6),  # an equal figure is not better
         ([50, 60, 60, 60], {"patience": 1}, 9, 6),
         ([60, 50, 55, 70], {"patience": 2}, 9, 3),
-        ([50, 40, 45, 30], {"patience": 1, "mode": "min"}, 9, 6),
+        ([50, 40, 45, 30], {"patience": 1, "is_loss": True}, 9, 6),
         ([10, 20, 30, 40], {"patience": 1}, 10, 10),
     ],
 )
@@ -79,6 +81,12 @@ def test_the_best_and_the_end(
             resumed.load_state_dict(before.state_dict())
             assert resumed.values == before.values
             assert until_it_ends(resumed, start) == ends and resumed.best_step == best
+
+
+def test_only_figures_of_a_loss_are_better_where_they_are_smaller() -> None:
+    suite = {kind: BenchmarkConfig(kind, "folder") for kind in ("contrastive_loss", "retrieval")}
+    config = EvalConfig(suite)
+    assert config.is_loss("contrastive_loss/loss") and not config.is_loss("retrieval/average")
 
 
 def test_an_evaluation_that_is_made_again_counts_once() -> None:
