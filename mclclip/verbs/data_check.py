@@ -41,8 +41,6 @@ NUM_PICTURES, PICTURE_BYTES, NUM_CAPTIONS = 1_000, 1 << 27, 20_000
 """Most pictures that are decoded, most bytes of these, and most captions that are read."""
 MOST_EQUAL, MOST_LONG, MOST_COPIES = 0.05, 0.05, 0.01
 """If a larger share of samples has equal captions, long captions or copies, that is a warning."""
-_NEAR = 2  # hashes of near-copies differ in at most so many of 64 bits
-_FLAT = 6  # hashes with fewer bits set are not compared: such pictures have no structure
 
 
 def run(config: Config) -> int:
@@ -94,12 +92,12 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
 
 
 def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
-    """Decodes some pictures; reports bad and odd ones, sizes and near-copies."""
+    """Decodes some pictures; reports bad and odd ones, sizes and copies."""
     ids = random.permutation(len(read.index))
     ids = ids[~np.isin(ids, [*read_excluded(read.index, config.data.exclude)])][:NUM_PICTURES]
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
     ids = np.sort(ids[:fitting])
-    keys, sizes, hashes, contents, bad = [], [], [], [], dict[int, str]()
+    keys, sizes, contents, bad = [], [], [], dict[int, str]()
     odd: dict[str, list[str]] = {}
     for sample_id, raw in zip(ids.tolist(), read.read(ids, [PICTURE]), strict=True):
         try:
@@ -116,7 +114,6 @@ def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Itera
             odd.setdefault(reason, []).append(key)
         keys.append(key)
         sizes.append(picture.size)
-        hashes.append(_hash(picture))
         contents.append(hashlib.sha256(raw.image).digest())
     most = config.data.max_bad_fraction
     reasons = Counter(bad.values()).most_common()
@@ -132,7 +129,7 @@ def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Itera
         yield finding(name.replace("_", " "), text, "see that they show what their captions say")
     if sizes:
         yield _sizes(config, np.array(sizes))
-        yield _copies(keys, np.array(hashes, np.uint64), contents)
+        yield _copies(keys, contents)
 
 
 def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
@@ -151,29 +148,14 @@ def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
     return finding("sizes", f"{text}; {share:.0%} are enlarged to the model's {side}", advice)
 
 
-def _hash(picture: Image.Image) -> int:
-    """Returns 64 bits: for each of 8 x 8 places 1 if it is brighter than its right neighbour."""
-    small = np.asarray(picture.convert("L").resize((9, 8), Image.Resampling.BOX), np.int16)
-    bits = (small[:, :-1] > small[:, 1:]).reshape(-1)
-    return int(np.packbits(bits).view(np.uint64)[0])
-
-
-def _copies(keys: Sequence[str], hashes: npt.NDArray[np.uint64], contents: list[bytes]) -> Finding:
-    """Warns of near-copies; ``contents`` are digests of the files, which tell exact copies."""
-    structured, equal = np.bitwise_count(hashes) >= _FLAT, np.array(contents)
-    near = np.bitwise_count(hashes[:, None] ^ hashes) <= _NEAR
-    near &= structured[:, None] & structured
-    same = equal[:, None] == equal
-    near |= same
-    np.fill_diagonal(near, False)
-    has_copy = near.any(axis=1)
-    text = f"{int(has_copy.sum()):,} of {len(keys):,} have a near-copy among these, "
-    text += f"{int((same.sum(axis=1) > 1).sum()):,} of them byte for byte"
-    if has_copy.any():
-        first = int(has_copy.argmax())
-        text += f", such as {keys[first]} and {keys[int(near[first].argmax())]}"
-    many = has_copy.mean() > MOST_COPIES
-    return finding("near-copies", text, "'mclclip filter --near-duplicates 0.95'" if many else "")
+def _copies(keys: Sequence[str], contents: Sequence[bytes]) -> Finding:
+    """Warns of pictures that are stored more than once; ``contents`` are digests of the files."""
+    counts = Counter(contents)
+    copied = [key for key, digest in zip(keys, contents, strict=True) if counts[digest] > 1]
+    text = f"{len(copied):,} of {len(keys):,} have a copy among these, byte for byte"
+    text += f", such as {copied[0]}" if copied else ""
+    many = len(copied) > MOST_COPIES * len(keys)
+    return finding("copies", text, "'mclclip filter --near-duplicates 0.95'" if many else "")
 
 
 # --- captions ------------------------------------------------------------------------------------

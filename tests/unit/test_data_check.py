@@ -83,11 +83,9 @@ def test_what_is_wrong_is_told_with_the_remedy(tmp_path: Path) -> None:
     bad = lines["decoding"]
     assert bad.state == "FAIL" and "1 of 46 cannot be used (1 truncated)" in bad.text
     warned = {name for name, each in lines.items() if each.state == "warn"}
-    assert {"near-copies", "caption length", "equal captions"} <= warned
+    assert {"copies", "caption length", "equal captions"} <= warned
     assert "44% are enlarged to the model's 32" in lines["sizes"].text
-    assert "25 of 45 have a near-copy among these, 20 of them byte for byte" in (
-        lines["near-copies"].text
-    )
+    assert "20 of 45 have a copy among these, byte for byte" in lines["copies"].text
     assert "21.7% are longer than the model's" in lines["caption length"].text
     assert "the commonest: 'the same caption'" in lines["equal captions"].text
 
