@@ -450,15 +450,9 @@ def _draw_statistics(
 ) -> NDArray[np.float64]:
     """Computes a statistic for each draw of units; it gets the weights [n] of the items, how often
     their unit was drawn. Draws for which it is NaN are left out."""
-    rng = np.random.default_rng(SEED)
-    weights = draw_units(rng, unit, NUM_RANKING_DRAWS)
-    drawn: NDArray[np.float64] = np.array([statistic(of_items) for of_items in weights])
-    return drawn[~np.isnan(drawn)]
-
-
-def draw_units(rng: np.random.Generator, unit: IntArray, number: int) -> Iterator[FloatArray]:
-    """Draws units with replacement, ``number`` times; yields how often each item [n] is drawn."""
-    units = int(unit.max()) + 1
-    for _ in range(number):
+    rng, units = np.random.default_rng(SEED), int(unit.max()) + 1
+    drawn = np.empty(NUM_RANKING_DRAWS)
+    for number in range(NUM_RANKING_DRAWS):
         times = np.bincount(rng.integers(units, size=units), minlength=units)
-        yield times[unit].astype(np.float64)
+        drawn[number] = statistic(times[unit].astype(np.float64))
+    return drawn[~np.isnan(drawn)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -151,8 +150,6 @@ def _difference(folder: Path, path: Path, record: files.Record) -> str | None:
     """Says how a file differs from its record; None if it does not."""
     name = os.path.relpath(path, folder)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # the reading of a pipe would not end
-            return f"{name} is no regular file"
         now = files.record_of(path)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"

@@ -207,17 +207,6 @@ def test_doctor_reads_a_run_through_links_and_while_folders_go(
     assert len(doctor(config, capsys)[1]) == 1
 
 
-def test_doctor_does_not_wait_for_a_pipe(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = damage.copied(trained_run, tmp_path)
-    labels = RunPaths.of(config).pseudo_labels(1) / "pseudo_labels.npy"
-    labels.unlink()
-    os.mkfifo(labels)
-    code, (line,) = doctor(config, capsys)
-    assert code == 2 and "stage_1/pseudo_labels: pseudo_labels.npy" in line
-
-
 @pytest.mark.parametrize(
     "odd",
     [
