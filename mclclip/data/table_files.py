@@ -80,7 +80,8 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     if pictures and elsewhere:
         raise ask(
             f"{folder} holds pictures without texts beside them, and texts of their names in "
-            f"{elsewhere[0]}, which may be their captions", "--captions", elsewhere[0],
+            f"{elsewhere[0]}: give the folder of the pictures alone, or, if these are their "
+            "captions", "--captions", elsewhere[0],
         )  # fmt: skip
     if pictures:
         if tables:
