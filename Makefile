@@ -33,7 +33,8 @@ TORCH ?=
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
-# Test processes have one thread each; those of several ranks come first.
+# Test processes have one thread each, and one more of them than cores, since some tests wait; those of
+# several ranks come first.
 # DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Where this is set, each of the many processes that tests start compiles all of mclclip.
@@ -59,7 +60,7 @@ demo: $(INSTALLED)
 	$(BIN)/mclclip demo $(DEMO)
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(TEST)
+	$(PYTEST) -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 $(TEST)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
