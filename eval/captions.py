@@ -18,7 +18,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mclclip.data.findings import Findings
-from mclclip.data.json_captions import NamedTexts, captions_of_json, is_table
+from mclclip.data.json_captions import (
+    NamedTexts,
+    captions_of_json,
+    is_list_of_objects,
+    objects_of,
+)
 from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
 from mclclip.data.table_formats import IMAGE_COLUMNS, present_columns
 from mclclip.data.tables import open_table
@@ -237,9 +242,10 @@ def _caption_table(path: Path, split: str | None) -> NamedTexts:
 
 
 def _caption_document(path: Path, split: str | None) -> NamedTexts:
-    """Reads a list of objects, such as ``{image, caption}``, or the layouts of a .json."""
-    is_list = is_table(read_json(path))
-    return _caption_table(path, split) if is_list else captions_of_json(path, split)
+    """Reads objects such as ``{image, caption}``, or the layouts of a .json."""
+    if is_list_of_objects(objects_of(read_json(path))):
+        return _caption_table(path, split)
+    return captions_of_json(path, split)
 
 
 def _caption_lines(path: Path, split: str | None) -> NamedTexts:
@@ -259,27 +265,15 @@ def _caption_lines(path: Path, split: str | None) -> NamedTexts:
     return (), pairs
 
 
-def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
-    """Reads Flickr30k's ``results_20130124.token``: lines ``FILE#NUMBER<TAB>caption``, no
-    splits."""
-    pairs = []
-    for number, line in enumerate(read_text_file(path).splitlines(), start=1):
-        head, tab, caption = line.partition("\t")
-        if not tab or "#" not in head:
-            raise ValueError(f"{path} line {number} is not FILE#NUMBER<TAB>caption: {line!r}")
-        if is_caption(caption.strip()):
-            pairs.append((head.rpartition("#")[0], caption))
-    return (), pairs
-
-
 _READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
     ".csv": _caption_table,
     ".tsv": _caption_table,
+    ".txt": _caption_table,
+    ".token": _caption_table,  # Flickr30k's
     ".json": _caption_document,
     ".parquet": _caption_table,
     ".jsonl": _caption_lines,
     ".jsonlines": _caption_lines,
-    ".token": _caption_tokens,
 }
 
 

@@ -143,7 +143,8 @@ def finetune(
     same call goes on.
 
     ``images``: a folder, a table, shards, or the name of a data set of the Hugging Face hub, such
-    as 'hf://datasets/ORG/NAME'. ``captions``: a table; None if ``images`` has the captions too.
+    as 'hf://datasets/ORG/NAME'. ``captions``: a table or a folder of texts; None if
+    ``images`` has the captions too.
     ``base``: NAME@TAG of open_clip, NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a
     CLIP or SigLIP of transformers. ``options``: settings that replace chosen ones,
     ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the size of each held-out share.
@@ -299,8 +300,8 @@ class FineTuning:
 def _describe_lack(what: str) -> str:
     """Returns the message for pictures without captions."""
     return (
-        f"{what} has no picture with a caption: give a table by --captions, or a text beside each "
-        "picture (a.jpg, a.txt)"
+        f"{what} has no picture with a caption: give a table or a folder of texts by --captions, "
+        "or a text beside each picture (a.jpg, a.txt)"
     )
 
 

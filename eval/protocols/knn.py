@@ -95,7 +95,8 @@ def evaluate(
 
     ``weights`` and ``temperature`` are those of ``vote``. ``feature`` is 'projected', the feature
     that is compared with texts, or 'pooled', the one before that projection. Figures do not depend
-    on the number of ranks.
+    on the number of ranks, unless more than 16 images are as near as the k-th up to rounding, as
+    where features have collapsed.
     """
     parts = raise_on_every_rank(lambda: read_parts(Path(root)))
     parts.pop("valid", None)  # ``extract`` would add it to train

@@ -61,9 +61,9 @@ REASONS = {
     "left out",
     "unsupported_extension": "images of kinds that Pillow does not read here, left out: convert "
     "them, such as to JPEG",
-    "other_file": "files that are neither pictures nor texts beside pictures, left out",
+    "other_file": "files that are neither pictures nor their texts, left out",
     "hidden": "hidden files and folders (their name begins with a dot), left out",
-    "lone_text": "texts without a picture of their name beside them, left out",
+    "lone_text": "texts without a picture of their name, left out",
     "no_class": "pictures that lie in no folder of a class, left out",
     "sub_folder": "folders within the folder of a class, left out",
     "open_quote": "lines within a quotation mark that is never closed, read as rows of their own: "

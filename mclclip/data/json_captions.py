@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.table_formats import IMAGE_COLUMNS, Format, Rows, examples_of, present_columns
 from mclclip.util.files import read_json
@@ -21,8 +22,8 @@ NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
 
 def json_format(path: Path) -> Format:
     """Opens a JSON document as a table. Raises ValueError for content of another kind."""
-    content = _listed(read_json(path))
-    if is_table(content):
+    content = objects_of(read_json(path))
+    if is_list_of_objects(content):
 
         def rows(_: Findings) -> Rows:
             for number, entry in enumerate(content, start=1):
@@ -42,26 +43,36 @@ def json_format(path: Path) -> Format:
     return Format({"file_name": "", "caption": ""}, rows_of_pairs, fixed=("file_name", "caption"))
 
 
-def _listed(content: Any) -> Any:
-    """Returns objects of columns as a list if they stand in an object by the names of pictures, or
-    if names and captions are pairs; other content as it is."""
+def objects_of(content: Any) -> Any:
+    """Returns objects of columns as a list, if they stand in an object by the names of pictures, or
+    as its only list, or if names and captions are pairs; other content as it is."""
     if isinstance(content, list) and all(isinstance(e, list) and len(e) == 2 for e in content):
         return [{"file_name": name, "caption": caption} for name, caption in content]
-    if not isinstance(content, dict) or content.get("images") or not content:
+    if not isinstance(content, dict) or not content or "images" in content:
         return content
-    if len(content) == 1 and isinstance(rows := next(iter(content.values())), list):
-        return rows if all(isinstance(row, dict) for row in rows) else content
-    rows = [v if isinstance(v, dict) else {"caption": v} for v in content.values()]
-    texts = [row["caption"] for row in rows if len(row) == 1 and "caption" in row]
-    if not all(isinstance(text, str | list) for text in texts):
+    lists = [v for v in content.values() if isinstance(v, list) and any(map(_is_object, v))]
+    if lists:
+        return lists[0] if len(lists) == 1 and is_list_of_objects(lists[0]) else content
+    objects = {n: v if _is_object(v) else {"caption": v} for n, v in content.items()}
+    captions = (row["caption"] for name, row in objects.items() if row is not content[name])
+    if not all(caption is None or isinstance(caption, str | list) for caption in captions):
         return content
-    return [
-        row if present_columns(row, IMAGE_COLUMNS) else {"file_name": name, **row}
-        for name, row in zip(content, rows, strict=True)
-    ]
+    return [_with_name(name, row) for name, row in objects.items()]
 
 
-def is_table(content: Any) -> bool:
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _with_name(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Adds its name to an object, unless it names a picture itself and ``name`` does not."""
+    columns = present_columns(row, IMAGE_COLUMNS)
+    if columns and suffix_of(name) not in PICTURE_SUFFIXES:
+        return row
+    return {"file_name": name, **{n: value for n, value in row.items() if n not in columns}}
+
+
+def is_list_of_objects(content: Any) -> bool:
     """Returns True for a list of objects with columns, such as ``{image, caption}``.
 
     ShareGPT4V's are none, since their captions lie in conversations.

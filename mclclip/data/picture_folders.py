@@ -12,8 +12,9 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -88,27 +89,39 @@ def find_pictures(
     Names start from ``root``, or from the folder of the table within it: the first of them with a
     picture. If neither has one, they may be absolute paths of another machine, which end like files
     below ``root``; or else each name is looked for in all sub-folders, as those of COCO's
-    train2017. A name without a suffix is that of the only picture that it fits. Names that lead out
-    of ``root`` stay, and so do those of missing pictures. Two spellings of one path give the same
-    path.
+    train2017. A name without a suffix is that of the only picture in its folder that it fits. Names
+    that lead out of ``root`` stay, and so do those of missing pictures. Two spellings of one path
+    give the same path.
 
     Raises the error of ``ask``, of a message and a folder, if a name has files in two sub-folders.
     """
     names = [name for name in names if "\0" not in name]
     base = os.path.abspath(root)
     beside = os.path.abspath(table if table.is_dir() else table.parent)
+
+    @cache
+    def by_stem(folder: str) -> dict[str, list[str]]:
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        stems = defaultdict[str, list[str]](list)
+        for name in (name for name in names if suffix_of(name) in PICTURE_SUFFIXES):
+            stems[name.rpartition(".")[0]].append(name)
+        return stems
+
+    def file_at(folder: str, name: str) -> str:
+        path = os.path.join(folder, name)
+        if os.path.isfile(path) or suffix_of(name) in PICTURE_SUFFIXES:
+            return path
+        place, stem = os.path.split(path)
+        fitting = by_stem(place).get(stem, [])
+        return os.path.join(place, fitting[0]) if len(fitting) == 1 else path
+
     for start in (base, *[beside] * beside.startswith(base + os.sep)):
-        if any(os.path.isfile(_file_at(start, name)) for name in names):
-            return {name: _path_below(base, _file_at(start, name), name) for name in names}
-    if (elsewhere := _folder_elsewhere(names, base)) is not None:
-        log.info(
-            "%s names pictures in %s, which is not here: they are read from %s", table, elsewhere,
-            root,
-        )  # fmt: skip
-        return {
-            name: _path_below(base, _file_at(base, _plain_path(name).removeprefix(elsewhere)), name)
-            for name in names
-        }
+        if any(os.path.isfile(file_at(start, name)) for name in names):
+            return {name: _path_below(base, file_at(start, name), name) for name in names}
+    if (elsewhere := _folder_elsewhere(names, base, file_at)) is not None:
+        log.info("%s names pictures in %s: they are read from %s", table, elsewhere, root)
+        tails = {name: _plain_path(name).removeprefix(elsewhere) for name in names}
+        return {n: _path_below(base, file_at(base, tail), n) for n, tail in tails.items()}
     bare = {os.path.basename(name) for name in names if not os.path.isabs(name)}
     places = defaultdict[str, list[str]](list)
     for path in walk(root, roots, Findings()) if bare else ():
@@ -125,31 +138,25 @@ def find_pictures(
     return paths
 
 
-def _file_at(folder: str, name: str) -> str:
-    """Returns the path of a name in a folder; of one without suffix that of the only picture."""
-    path = os.path.join(folder, name)
-    if os.path.isfile(path) or suffix_of(name) in PICTURE_SUFFIXES:
-        return path
-    files = [
-        f"{path}.{suffix}" for suffix in PICTURE_SUFFIXES if os.path.isfile(f"{path}.{suffix}")
-    ]
-    return files[0] if len(files) == 1 else path
-
-
-def _folder_elsewhere(names: Sequence[str], base: str) -> str | None:
+def _folder_elsewhere(
+    names: Sequence[str], base: str, file_at: Callable[[str, str], str]
+) -> str | None:
     """Returns the folder that absolute names begin with, where its pictures lie in ``base`` here:
-    what one of the first names has behind it is a file in ``base``. None if there is no such."""
-    for name in map(_plain_path, names[:100]):
+    what one of the names has behind it is a file in ``base``. None if none of about a hundred names
+    is so."""
+    for name in map(_plain_path, names[:: max(1, len(names) // 100)]):
         parts = name.split("/")
         for at in range(1, len(parts)) if _ABSOLUTE.match(name) else ():
-            if os.path.isfile(_file_at(base, os.path.join(*parts[at:]))):
+            if os.path.isfile(file_at(base, os.path.join(*parts[at:]))):
                 return "/".join([*parts[:at], ""])
     return None
 
 
 def _plain_path(name: str) -> str:
-    """Returns a path of Windows with slashes; another name stays."""
-    return name.replace("\\", "/") if re.match(r"[A-Za-z]:\\|\\\\", name) else name
+    """Returns an absolute path with single slashes, as one of Windows too; another name stays."""
+    if re.match(r"[A-Za-z]:\\|\\\\", name):
+        name = name.replace("\\", "/")
+    return name[:1] + re.sub("/+", "/", name[1:]) if _ABSOLUTE.match(name) else name
 
 
 def _path_below(base: str, path: str, name: str) -> str:
@@ -161,8 +168,8 @@ def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> F
     """Opens a folder of pictures as a table: the text of ``a.jpg`` is ``a.txt`` or ``a.jpg.txt``.
 
     ``captions`` is the folder of the texts (None: they lie beside the pictures). The text of
-    ``b/a.jpg`` is its ``b/a.txt``, or the only ``a.txt`` in it. Every other file is counted in the
-    findings.
+    ``b/a.jpg`` is its ``b/a.txt``, or its only ``a.txt`` if no other picture is called so. Every
+    other file of the folder is counted in the findings.
     """
 
     def texts() -> Iterator[bytes]:
@@ -177,21 +184,25 @@ def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> F
     def rows(findings: Findings) -> Rows:
         files = walk(folder, roots, findings)
         if captions is not None:
-            yield from rows_with([*files], _texts_of(captions, roots), findings)
+            yield from rows_with([*files], *_texts_of(folder, captions, roots), findings)
             return
         for _, group in itertools.groupby(files, key=lambda path: path.parent):
             beside = [*group]
             texts = {path.stem: path for path in beside if suffix_of(path) == "txt"}
-            yield from rows_with(beside, texts, findings)
+            find = partial(_first_of, texts)
+            yield from rows_with(beside, texts.values(), find, findings)
 
-    def rows_with(files: Sequence[Path], texts: dict[str, Path], findings: Findings) -> Rows:
+    def rows_with(
+        files: Sequence[Path],
+        texts: Iterable[Path],
+        text_of: Callable[[Path], Path | None],
+        findings: Findings,
+    ) -> Rows:
         read = set()
         for path in files:
             name = os.path.relpath(path, folder)
             if suffix_of(path) in PICTURE_SUFFIXES:
-                keys = (os.path.splitext(name)[0], name, path.stem, path.name)
-                text = next((texts[key] for key in keys if key in texts), None)
-                read.add(text)
+                read.add(text := text_of(path))
                 yield (
                     name,
                     {
@@ -201,19 +212,35 @@ def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> F
                 )
             elif suffix_of(path) != "txt":
                 findings.add("other_file", name)
-        for path in sorted({*texts.values()} - read):
+        for path in sorted({*texts} - read):
             findings.add("lone_text", os.path.relpath(path, folder))
 
     return Format({"file_name": "", "text": ""}, rows, fixed=("file_name", "text"))
 
 
-def _texts_of(folder: Path, roots: Roots) -> dict[str, Path]:
-    """Returns the texts below a folder by their paths without suffix, and by their names if no
-    other text has the same."""
-    texts = [path for path in walk(folder, roots, Findings()) if suffix_of(path) == "txt"]
+def _first_of(texts: Mapping[str, Path], path: Path) -> Path | None:
+    """Returns the text ``a`` or ``a.jpg`` of a picture ``a.jpg``."""
+    return texts.get(path.stem, texts.get(path.name))
+
+
+def _texts_of(
+    pictures: Path, captions: Path, roots: Roots
+) -> tuple[list[Path], Callable[[Path], Path | None]]:
+    """Returns the texts below the folder ``captions``, and a function that finds that of a picture:
+    by its path below ``pictures``, or by its name if no other picture and no other text has it."""
+    texts = [path for path in walk(captions, roots, Findings()) if suffix_of(path) == "txt"]
+    by_path = {os.path.relpath(path.with_suffix(""), captions): path for path in texts}
     count = Counter(path.stem for path in texts)
-    by_path = {os.path.relpath(path.with_suffix(""), folder): path for path in texts}
-    return {path.stem: path for path in texts if count[path.stem] == 1} | by_path
+    names = (path for path in walk(pictures, roots, Findings()) if suffix_of(path) != "txt")
+    of_pictures = Counter(name for path in names for name in {path.stem, path.name})
+    by_name = {t.stem: t for t in texts if count[t.stem] == 1 and of_pictures[t.stem] == 1}
+
+    def text_of(path: Path) -> Path | None:
+        name = os.path.relpath(path, pictures)
+        text = by_path.get(os.path.splitext(name)[0], by_path.get(name))
+        return _first_of(by_name, path) if text is None else text
+
+    return texts, text_of
 
 
 def _read_captions(

@@ -330,6 +330,8 @@ class SampleIndex:
         path = self.directory / BAD_SAMPLES
         with damaged_if_unreadable(path, "take it away: what cannot be decoded is found again"):
             listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
+            if not all({"reason", "bytes"} <= {*entry} for entry in listed.values()):
+                raise ValueError("an entry lacks its reason or its bytes")
         if listed != self._listed:
             ids = self.ids_of(list(listed)).tolist()
             self._still_bad = self.still_bad(dict(zip(ids, listed.values(), strict=True)))

@@ -5,8 +5,10 @@ If a folder holds several data sets or splits, the error says what to type.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
 
@@ -73,21 +75,22 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     ):
         return []
     sharded = next((by_suffix[suffix] for suffix in _SHARDED if suffix in by_suffix), [])
-    by_suffix[".txt"] = [path for path in by_suffix.get(".txt", [])[:_FEW] if is_table(path)]
+    by_suffix[".txt"] = _tables_among(by_suffix.get(".txt", []), roots)
     tables = [path for suffix in (*_TABLES, ".parquet") for path in by_suffix.get(suffix, [])]
     stems = {path.stem for path in pictures}
-    elsewhere = sorted({path.parent for path in texts if path.stem in stems})
-    if pictures and elsewhere:
-        raise ask(
-            f"{folder} holds pictures without texts beside them, and texts of their names in "
-            f"{elsewhere[0]}: give the folder of the pictures alone, or, if these are their "
-            "captions", "--captions", elsewhere[0],
-        )  # fmt: skip
+    elsewhere = {path.parent for path in texts if path.stem in stems}
     if pictures:
         if tables:
             raise ask(
                 f"{folder} holds pictures without texts beside them, and {tables[0].name}, which "
                 "may be the table of their captions", "--captions", tables[0],
+            )  # fmt: skip
+        if elsewhere:
+            place = Path(os.path.commonpath(elsewhere))
+            raise ask(
+                f"{folder} holds pictures without texts beside them, and texts of their names in "
+                f"{place}: give the folder of the pictures alone, or, if these are their captions",
+                "--captions", place,
             )  # fmt: skip
         if sharded:
             pattern = Path(escape(str(folder)), "**", f"*{sharded[0].suffix}")
@@ -104,6 +107,28 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
         f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
         f"{': ' * bool(facts)}{'; '.join(facts)}"
     )
+
+
+def _tables_among(texts: Sequence[Path], roots: Roots) -> list[Path]:
+    """Returns those of the first texts that are tables and can be read."""
+    tables = []
+    for path in texts[:_FEW]:
+        with suppress(OSError):  # a link to nothing, or a text that may not be read
+            if roots.real_path(path) is not None and is_table(path):
+                tables.append(path)
+    return tables
+
+
+def refuse_other_than_texts(folder: Path, roots: Roots, ask: Ask) -> None:
+    """Raises ValueError if a folder of captions holds a table of them, or no texts."""
+    files = [*walk(folder, roots, Findings())]
+    texts = [path for path in files if path.suffix.lower() == ".txt"]
+    tables = [path for path in files if path.suffix.lower() in (*_TABLES, ".parquet")]
+    tables = [path for path in tables if path not in texts] + _tables_among(texts, roots)
+    if tables:
+        raise ask(f"{folder} holds the table {tables[0].name}, choose one", tables[0])
+    if not texts:
+        raise ValueError(f"{folder} holds no texts (a.txt for the picture a.jpg)")
 
 
 def _one_split(folder: Path, files: list[Path], ask: Ask) -> list[Path]:

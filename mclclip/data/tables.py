@@ -8,7 +8,6 @@ missing or ambiguous, the error says what to type.
 from __future__ import annotations
 
 import ast
-import itertools
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from mclclip.data.hub_tables import open_split
 from mclclip.data.json_captions import json_format
 from mclclip.data.picture_folders import folder_format, walk
 from mclclip.data.shard_writer import image_extension
-from mclclip.data.table_files import find_files
+from mclclip.data.table_files import find_files, refuse_other_than_texts
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
     FORMATS,
@@ -202,12 +201,9 @@ def _open_files(
         raise FileNotFoundError(f"no table or folder of captions at {captions}")
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
     if captions is not None and captions.is_dir():
-        return (
-            source,
-            [],
-            folder_format(source, Roots(source, captions, *allow_roots), captions),
-            None,
-        )
+        roots = Roots(source, captions, *allow_roots)
+        refuse_other_than_texts(captions, roots, ask)
+        return source, [], folder_format(source, roots, captions), None
     files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent
     kind = _kind(files[0], delimiter) if files else "folder"
@@ -257,8 +253,11 @@ def _inputs(
     """
     root = path if path.is_dir() else path.parent
     inputs: dict[str, str] = {}
-    folders = (walk(folder, roots, Findings()) for folder in (path, *texts))
-    for file in files or itertools.chain.from_iterable(folders):
+    paths = [(os.path.relpath(file, root), file) for file in files or walk(path, roots, Findings())]
+    for folder in texts:
+        of_folder = walk(folder, roots, Findings())
+        paths += [(f"captions/{os.path.relpath(file, folder)}", file) for file in of_folder]
+    for name, file in paths:
         if file.is_file():
             size = file.stat().st_size
             whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
@@ -266,7 +265,7 @@ def _inputs(
             if whole:
                 with suppress(OSError):  # it may be unreadable, which is counted where it is packed
                     content = digest_file(file)
-            inputs[os.path.relpath(file, root)] = content
+            inputs[name] = content
     if len(inputs) > _FEW:
         return {f"{len(inputs):,} files": digest_json(sorted(inputs.items()))}
     return dict(sorted(inputs.items()))

@@ -1,4 +1,4 @@
-"""Reads tables of text (CSV, TSV).
+"""Reads tables of text (.csv, .tsv, .txt, .token).
 
 Their first line that is not empty names the columns. If it names a picture instead, the columns are
 that of pictures and that of captions, as in Flickr8k's ``a.jpg#0<tab>A child.``.
@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
+from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import MAX_TEXT_BYTES, encoding_of
 from mclclip.data.table_formats import (
@@ -43,26 +44,29 @@ def delimiter_of(path: Path) -> str:
     first line, or the usual one of the suffix if the header has it, or a semicolon, tab, bar or
     comma in the header, as spreadsheets and Flickr30k write them.
     """
-    usual, header = DELIMITERS[path.suffix.lower()], _first_line(path)
+    return _delimiter(path, _first_line(path))
+
+
+def _delimiter(path: Path, header: str) -> str:
     if match := _SEPARATOR.fullmatch(header) or _PICTURE_FIRST.match(header):
         return match[1]
+    usual = DELIMITERS[path.suffix.lower()]
     others = [each for each in (";", "\t", "|", ",") if usual not in header and each in header]
     return others[0] if others else usual
 
 
 def _first_line(path: Path) -> str:
-    """Returns the first line that is not empty; "" if there is none."""
+    """Returns the first line that is not empty, of the first hundred; "" if there is none."""
     with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
-        line = file.readline(MAX_TEXT_BYTES)
-        while line and not line.strip():
-            line = file.readline(MAX_TEXT_BYTES)
-    return line
+        lines = (file.readline(MAX_TEXT_BYTES) for _ in range(100))
+        return next(filter(str.strip, lines), "")
 
 
 def is_table(path: Path) -> bool:
     """Returns True if the first line of a text names a picture, or columns of both kinds."""
     line = _first_line(path)
-    names = dict.fromkeys(name.strip(' "\ufeff\r\n') for name in line.split(delimiter_of(path)))
+    cells = line.split(_delimiter(path, line))
+    names = dict.fromkeys(name.strip(' "\ufeff\r\n') for name in cells)
     columns = (present_columns(names, each) for each in (IMAGE_COLUMNS, CAPTION_COLUMNS))
     return bool(_PICTURE_FIRST.match(line)) or all(columns)
 
@@ -88,20 +92,18 @@ def csv_format(path: Path, delimiter: str) -> Format:
     encoding = _encoding(path)
 
     @contextmanager
-    def opened() -> Iterator[tuple[_TextRows, list[str], list[str]]]:
+    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
         with open(path, encoding=encoding, newline="") as file:
             reader = _TextRows(file, delimiter)
             try:
                 names = [name.replace("\ufeff", "").strip() for name in reader.header()]
                 pictures = [*map(bool, map(_PICTURE.fullmatch, names))]
-                if any(pictures) and len(names) != 2:
-                    raise ValueError(
-                        f"{path} has no header: its first line names the picture "
-                        f"{names[pictures.index(True)]!r} in {len(names)} cells. Put a line such "
-                        "as 'filepath,title' before it"
-                    )
-                columns = ["filepath", "title"][:: 1 if pictures[:1] == [True] else -1]
-                yield reader, *((columns, names) if any(pictures) else (names, []))
+                if any(pictures):
+                    names = _columns_without_header(path, delimiter, pictures)
+                    file.seek(0)
+                    # With tabs nothing needs quotation marks: they are part of the captions.
+                    reader = _TextRows(file, delimiter, has_quotes=delimiter != "\t")
+                yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
                 at, cause, advice = f" line {reader.rows.line_num}", str(error), ""
                 if isinstance(error, UnicodeDecodeError):
@@ -110,9 +112,8 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 raise ValueError(f"{path}{at} does not parse: {cause}{advice}") from None
 
     def rows(findings: Findings) -> Rows:
-        with opened() as (reader, names, first):
-            lines = reader.cells(len(names), path.name, findings)
-            for number, cells in itertools.chain([(1, first)] if first else [], lines):
+        with opened() as (reader, names):
+            for number, cells in reader.cells(len(names), path.name, findings):
                 where = f"{path.name} line {number}"
                 if any(map(str.strip, cells[len(names) :])):
                     findings.add("extra_cells", where)
@@ -121,11 +122,27 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 row.pop("", None)
                 yield where, row
 
-    with opened() as (_, names, _):
+    with opened() as (_, names):
         check_once(path, [name for name in names if name])
         columns = dict.fromkeys(names, "")
     _, first = next(rows(Findings()), ("", {}))
     return Format({name: first.get(name, "") for name in columns}, rows)
+
+
+def _columns_without_header(path: Path, delimiter: str, pictures: Sequence[bool]) -> list[str]:
+    """Returns the names of the columns of a table whose first line has no names but a picture;
+    ``pictures`` says in which cells. Raises ValueError for other than two cells."""
+    at, number = pictures.index(True), len(pictures)
+    columns = [f"column_{place}" for place in range(1, number + 1)]
+    columns[at] = "filepath"
+    if number > 1:
+        columns[-1 if at < number - 1 else -2] = "title"
+    if number != 2:
+        raise ValueError(
+            f"{path} has no header: cell {at + 1} of the {number} in its first line names a "
+            f"picture. Put a line such as {delimiter.join(columns)!r} before it"
+        )
+    return columns
 
 
 def refuse_misread(path: Path, findings: Findings) -> None:
@@ -149,10 +166,12 @@ def _where_broken(path: Path, encoding: str) -> str:
 class _TextRows:
     """The rows of a table of text. ``rows`` are those of the csv module; `cells` repairs them."""
 
-    def __init__(self, file: Iterable[str], delimiter: str) -> None:
+    def __init__(self, file: Iterable[str], delimiter: str, has_quotes: bool = True) -> None:
         self._recent: list[str] = []  # the lines of the last row
         self._delimiter = delimiter
-        self._read = partial(csv.reader, delimiter=delimiter, skipinitialspace=True)
+        options: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": True}
+        options["quoting"] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
+        self._read = partial(csv.reader, **options)
         csv.field_size_limit(MAX_TEXT_BYTES)
         self.rows = self._read(self._remember(file))
 
@@ -200,8 +219,7 @@ class _TextRows:
         """
         cells = [*self._read(lines, quoting=csv.QUOTE_NONE)]
         columns = [
-            {at for at, cell in enumerate(row) if suffix_of(cell.strip()) in PICTURE_SUFFIXES}
-            for row in cells
+            {at for at, cell in enumerate(row) if _PICTURE.fullmatch(cell.strip())} for row in cells
         ]
         starts = [
             number

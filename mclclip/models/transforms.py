@@ -427,7 +427,13 @@ def as_planes(
     return first, second
 
 
-_planes_on = cache(as_planes)  # once for all batches, since a GPU waits for it
+@cache
+def _planes_on(
+    mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns ``as_planes``; once for all batches, since a GPU waits for it."""
+    with torch.inference_mode(False):  # a gradient may pass them in a later call
+        return as_planes(mean, deviation, device)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ def pack(
     command: Sequence[str] = (),
 ) -> Manifest:
     """Packs the pictures of ``source`` with their captions, from ``source`` itself or from
-    ``captions``, a table; ``open_table`` lists the formats of both. A data set of the Hugging Face
-    hub is ``Path("hf://datasets/ORG/NAME")``.
+    ``captions``, a table or a folder of texts; ``open_table`` lists the formats of both. A data set
+    of the Hugging Face hub is ``Path("hf://datasets/ORG/NAME")``.
 
     Shards may be given to others, so only images below ``source`` (or the folder of the table) and
     ``allow_roots`` are packed, after links are followed. Further columns of an image's first row go
@@ -86,8 +86,9 @@ def pack(
     Raises the errors of ``open_table``, and ValueError if no sample can be packed or ``out`` holds
     foreign shards.
     """
-    read = source if captions is None else captions
-    _check(read, out, samples_per_shard, key_prefix, allow_roots, held_out)
+    texts = [captions] if captions is not None and captions.is_dir() else []
+    folders = [source, *texts] if texts or captions is None else []
+    _check(folders, out, samples_per_shard, key_prefix, allow_roots, held_out)
     columns = {"path_column": path_column, "caption_column": caption_column, "delimiter": delimiter}
     command = command or advice.words_of("pack", source, captions=captions, out=out, **columns)
     table = open_table(
@@ -228,14 +229,15 @@ def _from_folder(folder: Path, table: Table, source: Path, command: Sequence[str
 
 
 def _check(
-    read: Path,
+    folders: Sequence[Path],
     out: Path,
     samples_per_shard: int,
     key_prefix: str,
     allow_roots: Sequence[Path],
     held_out: Mapping[str, float],
 ) -> None:
-    """Raises the errors of ``pack`` that need no look into the data."""
+    """Raises the errors of ``pack`` that need no look into the data; all files of the ``folders``
+    are packed."""
     refuse_url(out, "out:")
     for folder in allow_roots:
         if not Path(folder).is_dir():
@@ -247,10 +249,11 @@ def _check(
     assert _REST not in held_out and sum(held_out.values()) < 1, held_out
     check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
     # A later call would pack the shards too.
-    if read.is_dir() and out.resolve().is_relative_to(read.resolve()):
-        raise ValueError(
-            f"{out} lies in {read}, whose files are packed: write to a folder outside of it"
-        )
+    for folder in folders:
+        if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"{out} lies in {folder}, whose files are packed: write to a folder outside of it"
+            )
 
 
 def _ask(table: Table, source: Path, command: Sequence[str], what: str, folder: Path) -> ValueError:

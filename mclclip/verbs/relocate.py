@@ -148,7 +148,7 @@ class Relocated(Step[Relocation]):
         return collectives.on_main(with_option(partial(_write_table, of, num_shards, index)))
 
     def _begin(self, out: Artifact, how: Relocation) -> tuple[Copies, int]:
-        """Checks inputs and free space, and sorts the samples by group on disk, unless a killed
+        """Checks inputs and free space, and writes the samples sorted by group, unless a killed
         call has; returns the arguments of ``write_shard`` and the number of shards."""
         data, index, directory = how.config.data, how.index, out.directory
         labels, radices, _ = read_pseudo_labels(how.layout.pseudo_labels(self.stage), index)

@@ -63,7 +63,6 @@ http {{
 }}
 """
 _PROXY = """
-from mclclip.data.groups import group_samples
 import asyncio, sys
 port, to, latency_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 

@@ -1,4 +1,4 @@
-"""Odd files in a run directory: one line that names the file and says what to do."""
+"""Requests to a running training that are folders in the place of files."""
 
 from __future__ import annotations
 

@@ -431,6 +431,7 @@ def test_what_is_ambiguous_is_one_line_with_the_command(
         ("t.jsonl", b"[" * 900 + b"]" * 900, "line 1 is nested deeper than 64 levels"),
         ("t.json", b"{}", "holds neither COCO captions"),
         ("t.json", b'{"b.png": 3}', "holds neither COCO captions"),
+        ("t.json", b'{"train": [{"a": "b"}], "val": [{"a": "b"}]}', "holds neither COCO captions"),
         ("t.xlsx", b"PK", "save it as CSV"),
         ("t.tar", b"no tar" * 100, "no usable image in .*unreadable_shard"),
         ("t.docx", b"PK", "ends in '.docx', expected one of"),
@@ -519,6 +520,8 @@ FLICKR8K = "b.png#0\tA dog ; a cat , both .\nb.png#1\tTwo\nsub/a.jpg#0\tThree | 
         ("list.csv", '\n"b.png",a; b\nsub/a.jpg,c\n', [["a; b"], ["c"]]),
         ("list.csv", "\ufeffb.png | a, b\nsub/a.jpg | c\n", [["a, b"], ["c"]]),
         ("turned.tsv", "one\tb.png\ntwo\tsub/a.jpg\n", [["one"], ["two"]]),
+        ("f.token", 'b.png#0\t"A child plays\nsub/a.jpg#0\tTwo\n', [['"A child plays'], ["Two"]]),
+        ("f.csv", 'b.png#0,"A child\nsub/a.jpg#0,Two\n', [["A child"], ["Two"]]),
     ],
 )  # fmt: skip
 def test_tables_without_a_header_or_a_suffix_of_their_own(
@@ -533,12 +536,24 @@ def test_a_table_among_pictures_is_offered_whatever_its_suffix(
     tmp_path: Path, photos: Path
 ) -> None:
     (photos / "readme.txt").write_text("Pictures of 2019, taken by us\n")
+    (photos / "gone.txt").symlink_to(tmp_path / "gone.txt")
     pack(photos, tmp_path / "none")  # a text alone is no table
     for name, text in (("Flickr8k.token.txt", FLICKR8K), ("captions.txt", "image,caption\n")):
         (photos / name).write_text(text)
         with pytest.raises(ValueError, match=f"--captions .*{name}"):
             pack(photos, tmp_path / "out")
         (photos / name).unlink()
+
+
+def test_a_text_is_of_no_two_pictures(tmp_path: Path, photos: Path) -> None:
+    shutil.copy(photos / "b.png", photos / "sub" / "b.png")
+    for folder in ("texts/sub", "others"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "b.txt").write_text("one")
+    assert pack(photos, tmp_path / "o", captions=tmp_path / "texts").counts["captions"] == 1
+    assert pack(photos, tmp_path / "p", captions=tmp_path / "others").counts["captions"] == 1
+    (tmp_path / "others").rename(tmp_path / "renamed")
+    pack(photos, tmp_path / "p", captions=tmp_path / "renamed")  # the same data
 
 
 JSON = {
@@ -548,6 +563,15 @@ JSON = {
     "by number": {"1": {"image": "b.png", "text": "x"}, "2": {"image": "sub/a.jpg", "text": "y"}},
     "below one name": {"data": [{"image": "b.png", "text": "x"}, {"image": "sub/a", "text": "y"}]},
     "pairs": [["b.png", "x"], ["sub/a.jpg", "y"]],
+    "names and other names": {
+        "b.png": {"text": "x", "url": "http://h/b"},
+        "sub/a.jpg": {"text": "y"},
+    },
+    "beside a version": {
+        "version": "1.0",
+        "rows": [{"path": "b.png", "text": "x"}, {"path": "sub/a.jpg", "text": "y"}],
+    },
+    "without a caption": {"b.png": "x", "sub/a.jpg": "y", "c.png": None},
 }
 
 
@@ -561,7 +585,7 @@ def test_forms_of_json(form: str, tmp_path: Path, photos: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "start", ["/home/me/photos/", "C:\\Users\\me\\photos\\", "\\\\nas\\photos\\"]
+    "start", ["/home/me//photos/", "C:\\Users\\me\\photos\\", "\\\\nas\\photos\\"]
 )
 def test_absolute_names_of_another_machine(start: str, tmp_path: Path, photos: Path) -> None:
     """The folder that they begin with there stands for the folder here, and for nothing else."""
@@ -587,7 +611,15 @@ def test_a_name_without_suffix_that_two_pictures_fit_is_missing(
 def test_texts_in_a_folder_of_their_own(tmp_path: Path, photos: Path) -> None:
     texts = photos / "texts"
     (texts / "sub").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds no texts"):
+        pack(photos, tmp_path / "out", captions=texts)
     (texts / "b.txt").write_text("one")
+    (texts / "t.csv").write_text("image,caption\n")
+    with pytest.raises(ValueError, match=r"holds the table t\.csv"):
+        pack(photos, tmp_path / "out", captions=texts)
+    (texts / "t.csv").unlink()
+    with pytest.raises(ValueError, match="whose files are packed"):
+        pack(photos, photos / "out", captions=texts)
     (texts / "none.txt").write_text("of no picture")
     with pytest.raises(ValueError, match="--captions .*texts"):
         pack(photos, tmp_path / "out")
@@ -607,7 +639,7 @@ def test_texts_in_a_folder_of_their_own(tmp_path: Path, photos: Path) -> None:
     ("text", "message"),
     [
         ("image,caption,caption\nb.png,a,b\n", "'caption' twice"),
-        ("b.png,0,a\nc.webp,1,b\n", "has no header.*'b.png'"),
+        ("b.png,0,a\nc.webp,1,b\n", "has no header.*filepath,column_2,title"),
     ],
 )
 def test_headers_that_cannot_be_right(

@@ -290,10 +290,11 @@ def test_karpathy_json(tmp_path: Path) -> None:
 
 def test_flickr_tokens(tmp_path: Path) -> None:
     path = tmp_path / "results_20130124.token"
-    path.write_text("7.jpg#0\tA dog .\n7.jpg#1\tA cat#2 .\n8.jpg#0\tA bird .\n")
+    path.write_text('7.jpg#0\t"A dog" .\n7.jpg#1\tA cat#2 .\n8.jpg#0\tA bird .\n')
     data = read_captions(path, tmp_path)
     assert [p.name for p in data.images] == ["7.jpg", "8.jpg"]
-    assert data.captions[1] == "A cat#2 ." and data.caption_image.tolist() == [0, 0, 1]
+    assert data.captions[:2] == ['"A dog" .', "A cat#2 ."]
+    assert data.caption_image.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("protocol", [name for name in captions.CAPTION_RULES if name != "table"])
@@ -330,8 +331,8 @@ WRONG_FILES: list[tuple[str, str | bytes, str]] = [
     ("a.json", '[{"id": 1}]', "no column of images"),
     ("a.jsonl", '{"image_file": "0.png"}', "line 1 wants the texts image_file, description"),
     ("a.jsonl", "[1]", "line 1 wants the texts"),
-    ("a.token", "7.jpg A dog\n", "line 1 is not FILE#NUMBER"),
-    ("a.txt", "", r"\.csv, \.tsv, \.json, .* a folder of \.txt"),
+    ("a.token", "7.jpg A dog\n", "no column of images"),
+    ("a.doc", "", r"\.csv, \.tsv, .*\.json, .* a folder of \.txt"),
 ]
 
 
