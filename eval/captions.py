@@ -243,7 +243,7 @@ def _caption_table(path: Path, split: str | None) -> NamedTexts:
 
 def _caption_document(path: Path, split: str | None) -> NamedTexts:
     """Reads objects such as ``{image, caption}``, or the layouts of a .json."""
-    if is_list_of_objects(objects_of(read_json(path))):
+    if is_list_of_objects(objects_of(read_json(path, unique_keys=True))):
         return _caption_table(path, split)
     return captions_of_json(path, split)
 

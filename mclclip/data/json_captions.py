@@ -22,7 +22,7 @@ NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
 
 def json_format(path: Path) -> Format:
     """Opens a JSON document as a table. Raises ValueError for content of another kind."""
-    content = objects_of(read_json(path))
+    content = objects_of(read_json(path, unique_keys=True))
     if is_list_of_objects(content):
 
         def rows(_: Findings) -> Rows:
@@ -52,12 +52,18 @@ def objects_of(content: Any) -> Any:
         return content
     lists = [v for v in content.values() if isinstance(v, list) and any(map(_is_object, v))]
     if lists:
-        return lists[0] if len(lists) == 1 and is_list_of_objects(lists[0]) else content
+        others = [v for n, v in content.items() if v is not lists[0] and not _is_scalar(n, v)]
+        return content if others or not is_list_of_objects(lists[0]) else lists[0]
     objects = {n: v if _is_object(v) else {"caption": v} for n, v in content.items()}
     captions = (row["caption"] for name, row in objects.items() if row is not content[name])
     if not all(caption is None or isinstance(caption, str | list) for caption in captions):
         return content
     return [_with_name(name, row) for name, row in objects.items()]
+
+
+def _is_scalar(name: str, value: Any) -> bool:
+    """Returns True for a fact such as the version of a data set, which is no picture's caption."""
+    return suffix_of(name) not in PICTURE_SUFFIXES and not isinstance(value, list | dict)
 
 
 def _is_object(value: Any) -> bool:
@@ -88,7 +94,7 @@ def captions_of_json(path: Path, split: str | None = None) -> NamedTexts:
     Its layout is COCO's, Karpathy's (of which one ``split`` is read) or ShareGPT4V's. Raises
     ValueError for other content.
     """
-    names, pairs = _entries_of_json(read_json(path), path, split, strict=True)
+    names, pairs = _entries_of_json(read_json(path, unique_keys=True), path, split, strict=True)
     texts = [*names, *(item for pair in pairs for item in pair)]
     if strange := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
@@ -137,7 +143,13 @@ def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
                     f"{path} has {str(entry)[:100]!r} as number {number} of {kind!r}, wanted an "
                     f"object with {' and '.join(sorted(needed))}"
                 )
-    names = {_id_of(image["id"]): image["file_name"] for image in content["images"]}
+    names: dict[str, Any] = {}
+    for image in content["images"]:
+        if names.setdefault(_id_of(image["id"]), image["file_name"]) != image["file_name"]:
+            raise ValueError(
+                f"{path} gives the id {image['id']} to two images, so that a caption may be of "
+                "either: number them anew"
+            )
     strangers = {_id_of(note["image_id"]) for note in content["annotations"]} - names.keys()
     if strangers and strict:
         raise ValueError(

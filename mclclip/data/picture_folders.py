@@ -118,7 +118,7 @@ def find_pictures(
     for start in (base, *[beside] * beside.startswith(base + os.sep)):
         if any(os.path.isfile(file_at(start, name)) for name in names):
             return {name: _path_below(base, file_at(start, name), name) for name in names}
-    if (elsewhere := _folder_elsewhere(names, base, file_at)) is not None:
+    if (elsewhere := _folder_elsewhere(names, root, roots, file_at)) is not None:
         log.info("%s names pictures in %s: they are read from %s", table, elsewhere, root)
         tails = {name: _plain_path(name).removeprefix(elsewhere) for name in names}
         return {n: _path_below(base, file_at(base, tail), n) for n, tail in tails.items()}
@@ -139,17 +139,41 @@ def find_pictures(
 
 
 def _folder_elsewhere(
-    names: Sequence[str], base: str, file_at: Callable[[str, str], str]
+    names: Iterable[str], root: Path, roots: Roots, file_at: Callable[[str, str], str]
 ) -> str | None:
-    """Returns the folder that absolute names begin with, where its pictures lie in ``base`` here:
-    what one of the names has behind it is a file in ``base``. None if none of about a hundred names
-    is so."""
-    for name in map(_plain_path, names[:: max(1, len(names) // 100)]):
+    """Returns the folder that absolute names begin with, where its pictures lie in ``root`` here:
+    what they have behind it are files in ``root``. None if no name ends so.
+
+    Of several such folders it is the one that the others lie in, or that is called like ``root``.
+    Raises ValueError if there is no such.
+    """
+    base, folders = os.path.abspath(root), set[str]()
+    files = walk(root, roots, Findings())
+    here = {name for path in files for name in (path.name, path.stem)}
+    for name in map(_plain_path, names):
+        if not _ABSOLUTE.match(name) or name.rpartition("/")[2] not in here:
+            continue
+        if any(os.path.isfile(file_at(base, name.removeprefix(f))) for f in folders):
+            continue
         parts = name.split("/")
-        for at in range(1, len(parts)) if _ABSOLUTE.match(name) else ():
-            if os.path.isfile(file_at(base, os.path.join(*parts[at:]))):
-                return "/".join([*parts[:at], ""])
-    return None
+        tails = (
+            at
+            for at in range(1, len(parts))
+            if os.path.isfile(file_at(base, os.path.join(*parts[at:])))
+        )
+        folders |= {"/".join([*parts[:at], ""]) for at in itertools.islice(tails, 1)}
+    if not folders:
+        return None
+    shortest = min(folders, key=len)
+    alike = [each for each in folders if os.path.basename(each[:-1]) == os.path.basename(base)]
+    if all(each.startswith(shortest) for each in folders):
+        return shortest
+    if len(alike) == 1:
+        return alike[0]
+    raise ValueError(
+        f"the pictures in {' and '.join(sorted(folders)[:2])} have names of files in {root}: write "
+        f"them as they lie in {root}"
+    )
 
 
 def _plain_path(name: str) -> str:
@@ -167,10 +191,10 @@ def _path_below(base: str, path: str, name: str) -> str:
 def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> Format:
     """Opens a folder of pictures as a table: the text of ``a.jpg`` is ``a.txt`` or ``a.jpg.txt``.
 
-    ``captions`` is the folder of the texts (None: they lie beside the pictures). The text of
-    ``b/a.jpg`` is its ``b/a.txt``, or its only ``a.txt`` if no other picture is called so. Every
-    other file of the folder is counted in the findings.
+    ``captions`` is the folder of the texts (None: they lie beside the pictures), see `TextsOf`.
+    Every other file is counted in the findings.
     """
+    elsewhere = None if captions is None else TextsOf(folder, captions, roots)
 
     def texts() -> Iterator[bytes]:
         for path in walk(captions or folder, roots, Findings()):
@@ -179,37 +203,31 @@ def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> F
                 with suppress(OSError):  # it is counted where its caption is read
                     yield real.read_bytes()
 
-    form = form_of_texts(texts(), str(folder))
+    form = form_of_texts(texts(), str(captions or folder))
 
     def rows(findings: Findings) -> Rows:
         files = walk(folder, roots, findings)
-        if captions is not None:
-            yield from rows_with([*files], *_texts_of(folder, captions, roots), findings)
+        if elsewhere is not None:
+            others = elsewhere.walk(findings)
+            others = (path for path in others if suffix_of(path) not in PICTURE_SUFFIXES)
+            files = itertools.chain(files, others)
+            yield from rows_with([*files], elsewhere.of, findings)
             return
         for _, group in itertools.groupby(files, key=lambda path: path.parent):
             beside = [*group]
             texts = {path.stem: path for path in beside if suffix_of(path) == "txt"}
-            find = partial(_first_of, texts)
-            yield from rows_with(beside, texts.values(), find, findings)
+            yield from rows_with(beside, partial(_first_of, texts), findings)
 
     def rows_with(
-        files: Sequence[Path],
-        texts: Iterable[Path],
-        text_of: Callable[[Path], Path | None],
-        findings: Findings,
+        files: Sequence[Path], text_of: Callable[[Path], Path | None], findings: Findings
     ) -> Rows:
-        read = set()
+        texts, read = [path for path in files if suffix_of(path) == "txt"], set()
         for path in files:
             name = os.path.relpath(path, folder)
             if suffix_of(path) in PICTURE_SUFFIXES:
                 read.add(text := text_of(path))
-                yield (
-                    name,
-                    {
-                        "file_name": name,
-                        "text": _read_captions(text, form, roots, name, findings),
-                    },
-                )
+                captions_of = _read_captions(text, form, roots, name, findings)
+                yield name, {"file_name": name, "text": captions_of}
             elif suffix_of(path) != "txt":
                 findings.add("other_file", name)
         for path in sorted({*texts} - read):
@@ -223,24 +241,43 @@ def _first_of(texts: Mapping[str, Path], path: Path) -> Path | None:
     return texts.get(path.stem, texts.get(path.name))
 
 
-def _texts_of(
-    pictures: Path, captions: Path, roots: Roots
-) -> tuple[list[Path], Callable[[Path], Path | None]]:
-    """Returns the texts below the folder ``captions``, and a function that finds that of a picture:
-    by its path below ``pictures``, or by its name if no other picture and no other text has it."""
-    texts = [path for path in walk(captions, roots, Findings()) if suffix_of(path) == "txt"]
-    by_path = {os.path.relpath(path.with_suffix(""), captions): path for path in texts}
-    count = Counter(path.stem for path in texts)
-    names = (path for path in walk(pictures, roots, Findings()) if suffix_of(path) != "txt")
-    of_pictures = Counter(name for path in names for name in {path.stem, path.name})
-    by_name = {t.stem: t for t in texts if count[t.stem] == 1 and of_pictures[t.stem] == 1}
+class TextsOf:
+    """The texts below the folder ``captions``, which have the names of those below ``pictures``.
 
-    def text_of(path: Path) -> Path | None:
-        name = os.path.relpath(path, pictures)
-        text = by_path.get(os.path.splitext(name)[0], by_path.get(name))
-        return _first_of(by_name, path) if text is None else text
+    The text of ``train/a.jpg`` is ``train/a.txt``, or ``a.txt`` if no other picture ends so. The
+    text of ``a.jpg``, if no other picture ends so, is also the only ``a.txt`` in any sub-folder.
+    """
 
-    return texts, text_of
+    def __init__(self, pictures: Path, captions: Path, roots: Roots) -> None:
+        self.pictures, self.captions, self.roots = pictures, captions, roots
+        self._is_below = captions.resolve().is_relative_to(pictures.resolve())
+        texts = [path for path in walk(captions, roots, Findings()) if suffix_of(path) == "txt"]
+        self._texts = {os.path.relpath(path.with_suffix(""), captions): path for path in texts}
+        count = Counter(path.stem for path in texts)
+        self._unique = {path.stem: path for path in texts if count[path.stem] == 1}
+        files = [path for path in walk(pictures, roots, Findings())]
+        self.files = [path for path in files if suffix_of(path) in PICTURE_SUFFIXES]
+        self._ends = Counter(end for path in self.files for end in self._ends_of(path))
+
+    def _ends_of(self, path: Path) -> list[str]:
+        """Returns what the path of a picture ends with, the longest first, without its suffix and
+        with it: ['b/a', 'b/a.jpg', 'a', 'a.jpg'] of b/a.jpg."""
+        parts = Path(os.path.relpath(path, self.pictures)).parts
+        ends = (os.path.join(*parts[at:]) for at in range(len(parts)))
+        return [end for whole in ends for end in (os.path.splitext(whole)[0], whole)]
+
+    def walk(self, findings: Findings) -> Iterator[Path]:
+        """Yields the files of ``captions``, unless they lie among the pictures."""
+        return iter(()) if self._is_below else walk(self.captions, self.roots, findings)
+
+    def of(self, path: Path) -> Path | None:
+        """Returns the text of a picture; None if it has none."""
+        ends = self._ends_of(path)
+        for number, end in enumerate(ends):
+            if end in self._texts and (number < 2 or self._ends[end] == 1):
+                return self._texts[end]
+        is_alone = len(ends) == 2 and self._ends[ends[0]] == self._ends[ends[1]] == 1
+        return _first_of(self._unique, path) if is_alone else None
 
 
 def _read_captions(

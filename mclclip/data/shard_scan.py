@@ -151,9 +151,15 @@ def form_of_texts(files: Iterable[bytes], what: str) -> str:
     ``what`` names the texts.
     """
     counts: Counter[int] = Counter()
+    numbers = 0
     for data in itertools.islice(files, 1000):
         with suppress(TextFault):
-            counts[num_lines(read_text(data))] += 1
+            counts[num_lines(text := read_text(data))] += 1
+            numbers += not any(map(str.isalpha, text)) and any(map(str.isdigit, text))
+    if numbers and numbers >= nearly_all(counts.total()):
+        log.warning(
+            "nearly all texts of %s hold numbers alone: are they labels, or captions?", what
+        )
     (number, texts), *_ = [*counts.most_common(1), (0, 0)]
     if number < 2 or texts < nearly_all(counts.total()):
         return "txt"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import LFS_POINTER, Findings
-from mclclip.data.picture_folders import walk
+from mclclip.data.picture_folders import TextsOf, walk
 from mclclip.data.shard_writer import refuse_unfinished
 from mclclip.data.table_formats import DELIMITERS, KINDS, LINES, Ask
 from mclclip.data.text_tables import is_table
@@ -101,7 +101,11 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     if tables:
         raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
     by_suffix[".txt"] = sorted(texts)
-    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
+    there = [
+        f"{len(paths)} {suffix or 'without a suffix'}"
+        for suffix, paths in by_suffix.items()
+        if paths
+    ]
     facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
     raise ValueError(
         f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
@@ -119,16 +123,22 @@ def _tables_among(texts: Sequence[Path], roots: Roots) -> list[Path]:
     return tables
 
 
-def refuse_other_than_texts(folder: Path, roots: Roots, ask: Ask) -> None:
-    """Raises ValueError if a folder of captions holds a table of them, or no texts."""
+def refuse_other_than_texts(pictures: Path, folder: Path, roots: Roots, ask: Ask) -> None:
+    """Raises ValueError if a folder of captions holds a table of them, or none of the ``pictures``'
+    texts."""
+    elsewhere = TextsOf(pictures, folder, roots)
+    if any(map(elsewhere.of, elsewhere.files)):
+        return
     files = [*walk(folder, roots, Findings())]
     texts = [path for path in files if path.suffix.lower() == ".txt"]
     tables = [path for path in files if path.suffix.lower() in (*_TABLES, ".parquet")]
     tables = [path for path in tables if path not in texts] + _tables_among(texts, roots)
     if tables:
-        raise ask(f"{folder} holds the table {tables[0].name}, choose one", tables[0])
-    if not texts:
-        raise ValueError(f"{folder} holds no texts (a.txt for the picture a.jpg)")
+        raise ask(f"{folder} holds the table {tables[0].name}", "--captions", tables[0])
+    raise ValueError(
+        f"none of the {len(texts)} texts in {folder} has the name of a picture in {pictures}, such "
+        "as a.txt for a.jpg"
+    )
 
 
 def _one_split(folder: Path, files: list[Path], ask: Ask) -> list[Path]:

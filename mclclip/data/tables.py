@@ -202,7 +202,7 @@ def _open_files(
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
     if captions is not None and captions.is_dir():
         roots = Roots(source, captions, *allow_roots)
-        refuse_other_than_texts(captions, roots, ask)
+        refuse_other_than_texts(source, captions, roots, ask)
         return source, [], folder_format(source, roots, captions), None
     files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent

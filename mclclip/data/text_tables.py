@@ -101,7 +101,7 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 if any(pictures):
                     names = _columns_without_header(path, delimiter, pictures)
                     file.seek(0)
-                    # With tabs nothing needs quotation marks: they are part of the captions.
+                    # With tabs a quotation mark at the start need not be closed.
                     reader = _TextRows(file, delimiter, has_quotes=delimiter != "\t")
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
@@ -114,6 +114,8 @@ def csv_format(path: Path, delimiter: str) -> Format:
     def rows(findings: Findings) -> Rows:
         with opened() as (reader, names):
             for number, cells in reader.cells(len(names), path.name, findings):
+                if not reader.has_quotes:
+                    cells = [*map(_unquote, cells)]
                 where = f"{path.name} line {number}"
                 if any(map(str.strip, cells[len(names) :])):
                     findings.add("extra_cells", where)
@@ -129,9 +131,18 @@ def csv_format(path: Path, delimiter: str) -> Format:
     return Format({name: first.get(name, "") for name in columns}, rows)
 
 
+def _unquote(cell: str) -> str:
+    """Removes the quotation marks that some programs put around a cell, where those inside it are
+    doubled."""
+    match = re.fullmatch(r'"((?:[^"]|"")*)"', cell)
+    return match[1].replace('""', '"') if match else cell
+
+
 def _columns_without_header(path: Path, delimiter: str, pictures: Sequence[bool]) -> list[str]:
     """Returns the names of the columns of a table whose first line has no names but a picture;
     ``pictures`` says in which cells. Raises ValueError for other than two cells."""
+    if all(pictures) and len(pictures) > 1:
+        raise ValueError(f"{path} has no header, and each cell of its first line names a picture")
     at, number = pictures.index(True), len(pictures)
     columns = [f"column_{place}" for place in range(1, number + 1)]
     columns[at] = "filepath"
@@ -168,7 +179,7 @@ class _TextRows:
 
     def __init__(self, file: Iterable[str], delimiter: str, has_quotes: bool = True) -> None:
         self._recent: list[str] = []  # the lines of the last row
-        self._delimiter = delimiter
+        self._delimiter, self.has_quotes = delimiter, has_quotes
         options: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": True}
         options["quoting"] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
         self._read = partial(csv.reader, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -432,6 +433,15 @@ def test_what_is_ambiguous_is_one_line_with_the_command(
         ("t.json", b"{}", "holds neither COCO captions"),
         ("t.json", b'{"b.png": 3}', "holds neither COCO captions"),
         ("t.json", b'{"train": [{"a": "b"}], "val": [{"a": "b"}]}', "holds neither COCO captions"),
+        ("t.json", b'{"b.png": "x", "tags": [{"image": "c.webp"}]}', "holds neither COCO captions"),
+        ("t.json", b'{"b.png": "x", "b.png": "y"}', "b.png"),
+        (
+            "t.json",
+            b'{"images": [{"id": 1, "file_name": "b.png"}, {"id": 1, "file_name": "c.webp"}], '
+            b'"annotations": []}',
+            "the id 1 to two images",
+        ),
+        ("t.tsv", b"b.png\tc.webp\n", "each cell of its first line names a picture"),
         ("t.xlsx", b"PK", "save it as CSV"),
         ("t.tar", b"no tar" * 100, "no usable image in .*unreadable_shard"),
         ("t.docx", b"PK", "ends in '.docx', expected one of"),
@@ -522,6 +532,7 @@ FLICKR8K = "b.png#0\tA dog ; a cat , both .\nb.png#1\tTwo\nsub/a.jpg#0\tThree | 
         ("turned.tsv", "one\tb.png\ntwo\tsub/a.jpg\n", [["one"], ["two"]]),
         ("f.token", 'b.png#0\t"A child plays\nsub/a.jpg#0\tTwo\n', [['"A child plays'], ["Two"]]),
         ("f.csv", 'b.png#0,"A child\nsub/a.jpg#0,Two\n', [["A child"], ["Two"]]),
+        ("pandas.tsv", '"b.png"\t"A ""big"" dog"\nsub/a.jpg\tTwo\n', [['A "big" dog'], ["Two"]]),
     ],
 )  # fmt: skip
 def test_tables_without_a_header_or_a_suffix_of_their_own(
@@ -543,6 +554,38 @@ def test_a_table_among_pictures_is_offered_whatever_its_suffix(
         with pytest.raises(ValueError, match=f"--captions .*{name}"):
             pack(photos, tmp_path / "out")
         (photos / name).unlink()
+
+
+def test_a_text_is_not_of_a_picture_in_another_folder(tmp_path: Path, photos: Path) -> None:
+    """Beside its path a text may have the end of it, as images/train/a.jpg and train/a.txt have."""
+    texts = tmp_path / "texts"
+    (texts / "other").mkdir(parents=True)
+    (texts / "other" / "a.txt").write_text("of other/a")
+    (texts / "c.txt").write_text("of c")
+    counts = pack(photos, tmp_path / "o", captions=texts).counts
+    assert counts["captions"] == 1 and counts["findings"]["lone_text"]["count"] == 1
+    (tmp_path / "all").mkdir()
+    photos = photos.rename(tmp_path / "all" / "in")
+    (texts / "sub").mkdir()
+    (texts / "sub" / "a.txt").write_text("of sub/a")
+    (photos / "b.txt").write_text("beside a picture, and not read")
+    counts = pack(tmp_path / "all", tmp_path / "p", captions=texts).counts
+    assert counts["captions"] == 2 and counts["findings"]["lone_text"]["count"] == 2
+
+
+def test_two_folders_of_another_machine_are_told_apart(tmp_path: Path, photos: Path) -> None:
+    def captions(*rows: list[str], root: Path) -> list[list[str]]:
+        write_csv(tmp_path / "t.csv", ["image", "caption"], rows)
+        out = tmp_path / str(len(os.listdir(tmp_path)))
+        pack(root, out, captions=tmp_path / "t.csv")
+        return [*packed(out).values()]
+
+    other, right = ["/d/other/b.png", "wrong"], ["/d/photos/b.png", "right"]
+    assert captions(other, right, root=photos) == [["right"]]
+    deeper = ["/d/photos/more/b.png", "wrong"]
+    assert captions(deeper, right, ["/d/photos/sub/a.jpg", "a"], root=photos) == [["right"], ["a"]]
+    with pytest.raises(ValueError, match="/d/one/ and /d/two/"):
+        captions(["/d/one/b.png", "?"], ["/d/two/b.png", "?"], root=photos)
 
 
 def test_a_text_is_of_no_two_pictures(tmp_path: Path, photos: Path) -> None:
@@ -611,13 +654,15 @@ def test_a_name_without_suffix_that_two_pictures_fit_is_missing(
 def test_texts_in_a_folder_of_their_own(tmp_path: Path, photos: Path) -> None:
     texts = photos / "texts"
     (texts / "sub").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds no texts"):
+    (texts / "other.txt").write_text("of no picture")
+    with pytest.raises(ValueError, match="none of the 1 texts"):
         pack(photos, tmp_path / "out", captions=texts)
-    (texts / "b.txt").write_text("one")
     (texts / "t.csv").write_text("image,caption\n")
-    with pytest.raises(ValueError, match=r"holds the table t\.csv"):
+    with pytest.raises(ValueError, match=r"holds the table t\.csv: .*--captions .*t\.csv"):
         pack(photos, tmp_path / "out", captions=texts)
     (texts / "t.csv").unlink()
+    (texts / "other.txt").unlink()
+    (texts / "b.txt").write_text("one")
     with pytest.raises(ValueError, match="whose files are packed"):
         pack(photos, photos / "out", captions=texts)
     (texts / "none.txt").write_text("of no picture")
