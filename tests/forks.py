@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -37,3 +41,21 @@ def context() -> ForkServerContext:
     found = get_context("forkserver")
     found.set_forkserver_preload(_PRELOADED)
     return found
+
+
+def exit_code(work: Callable[[], object]) -> int:
+    """Does work in a child of this process, which has everything imported and has no threads of
+    torch's, and returns the child's exit code: 0 once the work is done, or less than 0, by the
+    signal that ended it."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
