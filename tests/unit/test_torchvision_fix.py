@@ -1,9 +1,11 @@
-"""The torchvision fix; other cases have processes of their own: operators cannot be taken back."""
+"""The torchvision fix; other cases have processes of their own: operators cannot be taken back.
+
+These are forked from one that has imported torch, which takes seconds.
+"""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,30 +20,40 @@ if not hasattr(torch.ops.torchvision, "nms"):
     for name in ("nms", "qnms"):
         torch.library_of_test.define(name + "(Tensor dets) -> Tensor")
 """
-ASK = (
-    "from mclclip.util.torchvision_fix import status\n"
-    "import sys, torch\n"
-    "ahead = [name for name in sys.modules if name.startswith('torchvision')]\n"
-    "import torchvision\n"
-    "print(status(), '|', ahead, hasattr(torch.ops.torchvision, 'nms'), torchvision.whole)"
-)
+ASK = """
+import os, sys, torch
+for folder in sys.argv[1:]:
+    if not (child := os.fork()):
+        sys.path.insert(0, folder)
+        from mclclip.util.torchvision_fix import status
+        ahead = [name for name in sys.modules if name.startswith("torchvision")]
+        import torchvision
+        found = (ahead, hasattr(torch.ops.torchvision, "nms"), torchvision.whole)
+        print(status(), "|", *found, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, folder
+"""
+LOADERS = {"loads": LOADS, "loads none": "loaded = False\n", "has no loader": None}
 
 
-def ask(folder: Path, loader: str | None) -> str:
-    """Returns what a process prints whose torchvision lies in ``folder`` and has this loader."""
-    package = folder / "torchvision"
-    package.mkdir()
-    imports = "" if loader is None else "from . import extension\n"
-    (package / "__init__.py").write_text(imports + "whole = True\n")
-    if loader is not None:
-        (package / "extension.py").write_text(loader)
-    path = os.pathsep.join([str(folder), *sys.path])
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process prints whose torchvision has each of the loaders."""
+    folders = []
+    for loader in LOADERS.values():
+        folders.append(tmp_path_factory.mktemp("other"))
+        package = folders[-1] / "torchvision"
+        package.mkdir()
+        imports = "" if loader is None else "from . import extension\n"
+        (package / "__init__.py").write_text(imports + "whole = True\n")
+        if loader is not None:
+            (package / "extension.py").write_text(loader)
     done = subprocess.run(
-        [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=600, check=False,
-        env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, "-c", ASK, *map(str, folders)], capture_output=True, text=True,
+        timeout=600, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return dict(zip(LOADERS, done.stdout.splitlines(), strict=True))
 
 
 def test_torchvision_and_open_clip_import_after_the_fix() -> None:
@@ -53,20 +65,20 @@ def test_torchvision_and_open_clip_import_after_the_fix() -> None:
     assert callable(open_clip.create_model) and callable(torchvision.transforms.Compose)
 
 
-def test_operators_that_torchvision_loads_are_not_declared(tmp_path: Path) -> None:
+def test_operators_that_torchvision_loads_are_not_declared(told: dict[str, str]) -> None:
     """Whatever the extension's file is called: an operator that is declared here and then loaded
     for real ends the process."""
-    out = ask(tmp_path, LOADS)
+    out = told["loads"]
     assert out.startswith("not needed") and out.endswith("| [] True True")
 
 
-def test_operators_that_torchvision_does_not_load_are_declared(tmp_path: Path) -> None:
-    out = ask(tmp_path, "loaded = False\n")
+def test_operators_that_torchvision_does_not_load_are_declared(told: dict[str, str]) -> None:
+    out = told["loads none"]
     assert out.startswith("applied") and out.endswith("| [] True True")
 
 
-def test_nothing_is_declared_where_the_loader_is_not_found(tmp_path: Path) -> None:
-    out = ask(tmp_path, None)
+def test_nothing_is_declared_where_the_loader_is_not_found(told: dict[str, str]) -> None:
+    out = told["has no loader"]
     assert out.startswith("not applied") and out.endswith("| [] False True")
 
 

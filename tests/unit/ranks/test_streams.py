@@ -15,14 +15,13 @@ def bash(line: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "line",
+    ("line", "unbuffered"),
     [
-        '"$PY" -m mclclip recipes >&-; echo $?',
-        '"$PY" -m mclclip recipes >&- 2>&- <&-; echo $?',
-        '"$PY" -m mclclip recipes | true; echo ${PIPESTATUS[0]}',
-        '"$PY" -m mclclip config run_dir=x 2>&1 | true; echo ${PIPESTATUS[0]}',
+        ('"$PY" -m mclclip recipes >&-; echo $?', ""),
+        ('"$PY" -m mclclip recipes >&- 2>&- <&-; echo $?', "1"),
+        ('"$PY" -m mclclip recipes | true; echo ${PIPESTATUS[0]}', "1"),
+        ('"$PY" -m mclclip config run_dir=x 2>&1 | true; echo ${PIPESTATUS[0]}', ""),
     ],
 )
 def test_a_verb_ends_well_without_a_reader(line: str, unbuffered: str) -> None:
@@ -52,7 +51,8 @@ from mclclip.cli import entry
 heard = []
 signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-codes = [entry.main(words.split()) for words in ("recipes", "recipes --no", "--help", "config")]
+given = ("recipes", "recipes --no", "--help", "compare a b")
+codes = [entry.main(words.split()) for words in given]
 assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 signal.raise_signal(signal.SIGTERM)
 print(codes, heard)
