@@ -52,8 +52,7 @@ def open_clips(size: int, scale: tuple[float, float]) -> Any:
     return image_transform_v2(settings, is_train=True, aug_cfg={"scale": scale})
 
 
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)], ids=str)
-@pytest.mark.parametrize("size", [32, 224])
+@pytest.mark.parametrize(("size", "scale"), [(32, (0.08, 1.0)), (224, (0.9, 1.0))], ids=str)
 @pytest.mark.parametrize("kind", ["noise", "black and white", "smooth"])
 def test_pixels_are_within_two_of_open_clips(
     kind: str, size: int, scale: tuple[float, float]
@@ -89,7 +88,7 @@ def same_box(height: int, width: int, scale: tuple[float, float], seed: int) -> 
 
 @pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0), (0.0, 1.0)], ids=str)
 def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) -> None:
-    boxes = {same_box(*size, scale, seed) for seed in range(40) for size in SIZES}
+    boxes = {same_box(*size, scale, seed) for seed in range(8) for size in SIZES}
     assert len(boxes) >= len(SIZES)
 
 
@@ -97,12 +96,12 @@ def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) 
 def test_boxes_are_torchvisions_where_few_draws_or_none_fit(scale: tuple[float, float]) -> None:
     """Pictures that are just too long for a box of the smallest share, and those just not."""
     found = set()
-    for side in (7, 60, 333):
-        for share in np.linspace(0.97, 1.03, 13):
+    for side in (7, 333):
+        for share in np.linspace(0.97, 1.03, 7):
             longer = max(round(share * side * RATIO[1] / scale[0]), 1)
             for height, width in ((side, longer), (longer, side)):
                 found.add(no_box_fits(height, width, scale[0], RATIO))
-                for seed in range(5):
+                for seed in range(3):
                     same_box(height, width, scale, seed)
     assert found == {True, False}
 

@@ -39,7 +39,7 @@ def view(channels: int, seed: int = 0, **options: Any) -> torch.Tensor:
     return transform(channels, **options)(picture(channels))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("channels", [1, 3, 6])
 def test_views_follow_the_generator_alone(channels: int) -> None:
     views = [view(channels, seed, blur=0.5) for seed in range(12)]
     again = [view(channels, seed, blur=0.5) for seed in range(12)]
@@ -66,24 +66,24 @@ def test_geometry_acts_on_all_channels_alike() -> None:
         assert all(torch.equal(found[0], channel) for channel in found[1:])
 
 
-SHAPES = [(side, channels) for side in (7, 16, 33, 96, 224) for channels in (1, 3, 4)]
+SHAPES = [(7, 1), (16, 3), (33, 4), (96, 3), (7, 4), (33, 3), (96, 1), (224, 3), (224, 4)]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("side", "channels"), kept(SHAPES, *range(12), SHAPES.index((224, 3))))
+@pytest.mark.parametrize(("side", "channels"), kept(SHAPES, *range(4)))
 def test_a_view_has_the_same_bits_in_any_batch(side: int, channels: int, threads: int) -> None:
     made = SimCLRTransform(
         PixelFormat((side, side), [0.0], [1.0], channels),
         SimCLROptions(strength=1.0, blur=0.3, plain_channels=[3] if channels > 3 else []),
     )
     torch.manual_seed(0)
-    crops = [made.draw(picture(channels, side + 3)) for _ in range(19)]
+    crops = [made.draw(picture(channels, side + 3)) for _ in range(7)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         alone = torch.cat([made.finish([crop]) for crop in crops])
-        for size in (2, 3, 8, 19):
-            parts = [made.finish(crops[start : start + size]) for start in range(0, 19, size)]
+        for size in (2, 3, 7):
+            parts = [made.finish(crops[start : start + size]) for start in range(0, 7, size)]
             assert torch.equal(torch.cat(parts), alone), size
     finally:
         torch.set_num_threads(before)
@@ -100,7 +100,7 @@ def test_colours_change_as_torchvision_changes_them(channels: int) -> None:
     }
     image = picture(channels)
     image[:8] = image[:8, :, :1]  # grey, without a hue
-    for seed in range(40):
+    for seed in range(20):
         torch.manual_seed(seed)
         crop = made.draw(image)
         wanted = crop.pixels
