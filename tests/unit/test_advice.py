@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,19 @@ UNKNOWN = "\0"  # stands for the values that an f-string fills in, and for "..."
 ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")
 
 
+@cache
+def tree_of(file: Path) -> ast.AST:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def texts(tree: ast.AST) -> Iterator[str]:
     """Every string of a module; an f-string is one, with ``UNKNOWN`` for what it fills in. The
     conditions of rules are left out."""
     parts = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "excludes":
-            parts |= {id(condition) for condition in node.args}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id == "excludes":
+                parts |= {id(condition) for condition in node.args}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             constants = [part if isinstance(part, ast.Constant) else None for part in node.values]
@@ -59,7 +66,7 @@ def advised() -> set[tuple[str, str]]:
     found = {
         (key, value.rstrip(".") or UNKNOWN)
         for file in files
-        for text in texts(ast.parse(file.read_text(encoding="utf-8")))
+        for text in texts(tree_of(file))
         for key, value in ADVICE.findall(text)
         if not value.startswith(("[{", "{"))
     }
@@ -136,7 +143,7 @@ def test_commands_of_messages_are_such_that_can_be_typed(
     assert [
         (file.name, wrong)
         for file in checked
-        for text in messages(ast.parse(file.read_text(encoding="utf-8")))
+        for text in messages(tree_of(file))
         for wrong in refused(text)
     ] == []
     assert refused("run mclclip embed") and refused("run 'mclclip embed --stag 0'")

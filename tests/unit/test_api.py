@@ -56,6 +56,9 @@ def test_importing_takes_less_than_a_tenth_of_a_second() -> None:
     assert min(taken) < 0.1
 
 
+OPTIONS = (*photos.FEW_STEPS, "num_stages=1")
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, mclclip.Run]]:
     folder = tmp_path_factory.mktemp("tuned")
@@ -67,7 +70,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, mclc
 def call(folder: Path, **others: object) -> mclclip.Run:
     given = {
         "base": photos.base(folder),
-        "options": photos.FEW_STEPS,
+        "options": OPTIONS,
         "captions": folder / "captions.csv",
     }
     return mclclip.finetune(folder, **{"out": folder / "run"} | given | others)  # type: ignore[arg-type]

@@ -275,7 +275,6 @@ def test_defaults_that_are_explained_are_those_of_a_configuration() -> None:
     [
         ("train.checkpoint.ke", ["train.checkpoint.keep", "train.checkpoint.keep_every"]),
         ("data.sources.cc12m.shards", ["data.sources.NAME.shards"]),
-        ("base.lr", ["base.lr"]),
         ("betas", ["base.betas", "train.betas"]),
     ],
 )

@@ -25,10 +25,9 @@ def load(*overrides: str) -> config.Config:
     [
         "RN50-quickgelu",
         "ViT-B-32",
-        "convnext_tiny",
         CONFIGS / "tiny_resnet.json",
         CONFIGS / "tiny_vit.json",
-        {"vision_cfg": {"backbone": "timm:resnet50", "image_size": 32}},
+        {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 32}},
         {"vision_cfg": {"backbone": "mclclip:small_conv", "image_size": 32}},
     ],
 )

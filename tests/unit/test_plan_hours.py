@@ -183,13 +183,19 @@ def test_measured_rates_replace_the_estimate(counted: Counted) -> None:
     assert training["sample"] > IMAGE
 
 
-def test_a_rate_of_stages_is_not_that_of_stage_zero() -> None:
-    options = tiny.make_config(Path("run"), Path("data"), locked_text=True)
-    found = planned(options, samples_per_s=7.0)["passes"]
+def test_a_rate_of_stages_is_not_that_of_stage_zero(counted: Counted) -> None:
+    kind = dict.fromkeys(("base", "train"), counted[2]["train"])
+
+    def passes(*overrides: str) -> list[dict[str, Any]]:
+        options = tiny.make_config(Path("run"), Path("data"), *overrides, locked_text=True)
+        number, speed = steps.count(options, 192), Speed(samples_per_s=7.0)
+        found: list[dict[str, Any]] = costs.hours(options, number, kind, Machine(), speed)["passes"]
+        return found
+
+    found = passes()
     given = {of["name"]: of["given"] for of in found}
     assert not given["stage 0"] and given["stage 1"] and given["stage 2"]
-    alone = tiny.make_config(Path("run"), Path("data"), "num_stages=0")
-    (only,) = planned(alone, samples_per_s=7.0)["passes"]
+    (only,) = passes("num_stages=0")
     assert only["given"] and only["rank_hours"][0] == pytest.approx(144 / 7 / 3600)
 
 

@@ -257,6 +257,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     configuration of a run once it has been started. Pages may name those of other pages."""
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     monkeypatch.chdir(tmp_path)
+    load = cache(lambda path, *overrides: config.load(path, overrides))  # no file changes
     for path in ("mine.yaml", "runs/mine/config.yaml"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(config.dump(config.load("cc12m_vitb32", ["run_dir=runs/mine"])))
@@ -269,7 +270,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         elif getattr(args, "explain", None) is not None:
             explain(args.explain)
         elif {"config", "overrides"} <= {*vars(args)} and getattr(args, "to", None) is None:
-            options = config.load(args.config, args.overrides)
+            options = load(args.config, *args.overrides)
             if args.verb == "run":
                 out = f"{options.run_dir}/config.yaml"
             if out and not Path(out).exists():

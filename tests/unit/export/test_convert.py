@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,19 @@ from mclclip.util.remake import Remake
 from tests.unit.export.models import exported, the_certificate
 
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model "a" and its conversion "hf"; tests copy it."""
+    folder = tmp_path_factory.mktemp("made")
+    convert.run("hf", exported(folder / "a"), folder / "hf")
+    return folder
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "made"))
 
 
 def test_images_and_texts_of_the_user(tmp_path: Path) -> None:
@@ -55,10 +69,12 @@ def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) -> None:
-    out = convert.run("hf", exported(tmp_path / "a"), tmp_path / "hf")
+def test_a_finished_one_is_skipped_and_another_model_is_refused(
+    copied: Path, tmp_path: Path
+) -> None:
+    out = copied / "hf"
     before = (out / "manifest.json").read_bytes()
-    convert.run("hf", tmp_path / "a", out)
+    convert.run("hf", copied / "a", out)
     assert (out / "manifest.json").read_bytes() == before
     with pytest.raises(ValueError, match=r"\(model\).*--force"):
         convert.run("hf", exported(tmp_path / "b", seed=1), out)
@@ -69,13 +85,14 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
     assert torch.equal(tensors["visual_projection.weight"], own["visual.proj"].T)
 
 
-def test_other_pictures_texts_or_configurations_are_no_finished_conversion(tmp_path: Path) -> None:
-    source, photos, lines = exported(tmp_path / "a"), tmp_path / "photos", tmp_path / "texts.txt"
+def test_other_pictures_texts_or_configurations_are_no_finished_conversion(
+    copied: Path, tmp_path: Path
+) -> None:
+    source, photos, lines = copied / "a", tmp_path / "photos", tmp_path / "texts.txt"
     photos.mkdir()
     Image.new("RGB", (40, 50), (9, 8, 7)).save(photos / "a.png")
     lines.write_text("a dog\n")
-    run = partial(convert.run, "hf", source, tmp_path / "hf")
-    out = run()
+    run, out = partial(convert.run, "hf", source, copied / "hf"), copied / "hf"
     before = (out / "manifest.json").read_bytes()
     assert run(precision="fp32") == out  # which is the default
     assert (out / "manifest.json").read_bytes() == before
@@ -96,8 +113,8 @@ def test_other_pictures_texts_or_configurations_are_no_finished_conversion(tmp_p
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_files_of_others_stay(tmp_path: Path, force: bool) -> None:
-    source, out = exported(tmp_path / "own"), tmp_path / "mine"
+def test_files_of_others_stay(copied: Path, tmp_path: Path, force: bool) -> None:
+    source, out = copied / "a", tmp_path / "mine"
     out.mkdir()
     (out / "README.md").write_text("my own")
     with pytest.raises(ValueError, match="mine holds files that mclclip did not write: give a new"):
@@ -108,21 +125,16 @@ def test_files_of_others_stay(tmp_path: Path, force: bool) -> None:
         convert.run("hf", source, out / "README.md", force=force)
     before = sorted(path.name for path in source.iterdir())
     with pytest.raises(ValueError, match="is the model itself: give a new folder"):
-        convert.run("hf", source, tmp_path / "mine" / ".." / "own", force=force)
+        convert.run("hf", source, source / ".." / "a", force=force)
     assert sorted(path.name for path in source.iterdir()) == before
 
 
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
-    source = exported(tmp_path / "own")
+def test_two_conversions_into_one_folder_are_refused_and_what_a_killed_one_left_is_removed(
+    made: Path, tmp_path: Path
+) -> None:
+    source = made / "a"
     (tmp_path / ".hf.tmp").mkdir()
     (tmp_path / ".hf.tmp" / "model.safetensors").write_bytes(b"part")
-    convert.run("hf", source, tmp_path / "hf")
-    assert not [*tmp_path.glob(".*")]
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 4
-
-
-def test_two_conversions_into_one_folder_are_refused(tmp_path: Path) -> None:
-    source = exported(tmp_path / "own")
     with (
         Lock(tmp_path / ".hf.lock"),
         pytest.raises(RuntimeError, match=f"/hf is in use by process {os.getpid()} on"),
@@ -130,15 +142,16 @@ def test_two_conversions_into_one_folder_are_refused(tmp_path: Path) -> None:
         convert.run("hf", source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     convert.run("hf", source, tmp_path / "hf")
+    assert not [*tmp_path.glob(".*")]
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 4
 
 
 def test_the_working_folder_may_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = exported(tmp_path / "own")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    out = convert.run("hf", source, Path("."))
+    out = convert.run("hf", made / "a", Path("."))
     assert (out / "config.json").is_file() and out.samefile(tmp_path / "here")
     assert [path.name for path in tmp_path.glob(".*")] == []
 

@@ -20,10 +20,18 @@ from tests.unit.export.models import exported, joined, the_certificate
 transformers = pytest.importorskip("transformers")
 
 
-def test_the_code_in_an_export_is_not_run(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and its conversion; read only."""
+    folder = tmp_path_factory.mktemp("made")
+    source = exported(folder / "own")
+    return source, convert.run("hf", source, folder / "hf")
+
+
+def test_the_code_in_an_export_is_not_run(made: tuple[Path, Path], tmp_path: Path) -> None:
     """What lies beside the weights is for others; certificates use the installed module."""
     out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
-    clip = convert.run("hf", tmp_path / "stage_0", tmp_path / "clip")
+    clip = shutil.copytree(made[1], tmp_path / "clip")
     for folder in (out, clip):
         code = [*folder.rglob("*.py")]
         assert code
@@ -65,10 +73,9 @@ def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: s
 
 @pytest.mark.parametrize(("number", "slow"), [(0, True), (1, False)], ids=["Pillow", "torchvision"])
 def test_the_certificate_measures_the_processor_that_users_get(
-    tmp_path: Path, number: int, slow: bool
+    made: tuple[Path, Path], number: int, slow: bool
 ) -> None:
-    source = exported(tmp_path / "own")
-    out = convert.run("hf", source, tmp_path / "hf")
+    source, out = made
     own, proof = mclclip.load_model(source), the_certificate(out, number)
     load = transformers.AutoImageProcessor.from_pretrained
     stock, pictures = load(out, use_fast=not slow), certificate.draw_images()
@@ -90,10 +97,12 @@ def test_as_many_pictures_are_compared_as_were_asked_for(tmp_path: Path) -> None
     assert len(certificate.read_probes(tmp_path, None, 20).images) == 9
 
 
-def test_the_own_image_processor_turns_pictures_upright(tmp_path: Path) -> None:
+def test_the_own_image_processor_turns_pictures_upright(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     """As mclclip's decoding does, whose pixels it gives of a file as Pillow opens it."""
-    source = exported(tmp_path / "own")
-    processor = load_processor(convert.run("hf", source, tmp_path / "hf"))
+    source, out = made
+    processor = load_processor(out)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -107,15 +116,17 @@ def test_the_own_image_processor_turns_pictures_upright(tmp_path: Path) -> None:
     assert torch.equal(found, wanted)
 
 
-def test_the_folder_of_the_exact_processor_is_for_those_who_trust_its_code(tmp_path: Path) -> None:
+def test_the_folder_of_the_exact_processor_is_for_those_who_trust_its_code(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     """For those who have no mclclip; the export itself names the stock one, and asks nothing."""
-    out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
+    source, out = made
     shutil.copytree(out, tmp_path / "elsewhere")
     load = transformers.AutoImageProcessor.from_pretrained
     image = certificate.draw_images()["edges 50x40"]
     trusted = load(tmp_path / "elsewhere" / EXACT, trust_remote_code=True)
     assert type(trusted).__name__ == "OpenClipImageProcessor"
-    wanted = mclclip.load_model(tmp_path / "own").preprocess_val(image)
+    wanted = mclclip.load_model(source).preprocess_val(image)
     found = trusted(images=image, return_tensors="pt")["pixel_values"][0]
     assert torch.equal(found, wanted)
     stock = load(tmp_path / "elsewhere", trust_remote_code=True)
