@@ -126,11 +126,10 @@ def test_a_graph_of_other_features_is_refused(
         return export(OtherFeatures(*args, width), args, **options)
 
     monkeypatch.setattr(torch.onnx, "export", export_others)
-    with pytest.raises(ValueError, match="is not converted: features in onnxruntime .* differ by"):
+    told = "is not converted: features in onnxruntime .* differ by .*; the lowest cosine is"
+    with pytest.raises(ValueError, match=told):
         convert.run("onnx", source, out, force=Remake.ALL)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    with pytest.raises(ValueError, match="is not converted: .* the lowest cosine is"):
-        convert.run("onnx", source, tmp_path / "other", precision="int8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "onnx"]
 
 
