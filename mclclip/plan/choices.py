@@ -146,7 +146,11 @@ def _trainings(
         yield "base.weight_decay", 0.1, "few pictures"
         yield "base.precision", precision, reason
         yield "base.checkpoint.every", 100, "what a kill can cost, in steps"
-    yield "train.global_batch", batch, "a power of two, at most a sixteenth of the pictures"
+    yield (
+        "train.global_batch",
+        batch,
+        f"a power of two: a sixteenth of the pictures, {_SMALLEST_BATCH} at least",
+    )
     yield "train.epochs", _round(epochs), "few pictures are seen more often than many"
     weights = tag if tag is not None and not is_new and Path(tag).is_file() else None
     if model_config(name, weights).get("init_logit_bias") is not None:
@@ -199,8 +203,8 @@ def check_base(base: str, *, fetch: bool) -> None:
 
 
 def _batch(at: Situation) -> int:
-    """Returns the largest power of two that is at most a sixteenth of the pictures, rounded up to
-    what the ranks can divide."""
+    """Returns the largest power of two that is at most a sixteenth of the pictures, or the smallest
+    batch, rounded up to what the ranks can divide."""
     most = _LARGEST_BATCH if at.machine.memory_gib is not None else 256
     batch = min(max(1 << int(math.log2(at.samples / 16)), _SMALLEST_BATCH), most)
     return math.ceil(batch / at.machine.ranks) * at.machine.ranks

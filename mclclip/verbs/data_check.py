@@ -151,11 +151,14 @@ def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
 def _copies(keys: Sequence[str], contents: Sequence[bytes]) -> Finding:
     """Warns of pictures that are stored more than once; ``contents`` are digests of the files."""
     counts = Counter(contents)
-    copied = [key for key, digest in zip(keys, contents, strict=True) if counts[digest] > 1]
-    text = f"{len(copied):,} of {len(keys):,} have a copy among these, byte for byte"
-    text += f", such as {copied[0]}" if copied else ""
-    many = len(copied) > MOST_COPIES * len(keys)
-    return finding("copies", text, "'mclclip filter --near-duplicates 0.95'" if many else "")
+    first = next((digest for digest in contents if counts[digest] > 1), None)
+    copied = sum(count for count in counts.values() if count > 1)
+    text = f"{copied:,} of {len(keys):,} have a copy among these, byte for byte"
+    if first is not None:
+        alike = [key for key, digest in zip(keys, contents, strict=True) if digest == first]
+        text += f", such as {' and '.join(alike[:2])}"
+    advice = "keep one of each, or give one of them weight 0 (train.plan.weights)"
+    return finding("copies", text, advice if copied > MOST_COPIES * len(keys) else "")
 
 
 # --- captions ------------------------------------------------------------------------------------
