@@ -70,6 +70,8 @@ REASONS = {
     "a quotation mark within a caption is doubled",
     "joined_lines": "lines that a quotation mark has joined to one row, which does not end as it "
     "began: a quotation mark within a caption is doubled",
+    "joined_cells": "captions with the delimiter of the table in them and without quotation marks, "
+    "read as a whole",
     "extra_cells": "rows with more cells than the header, of which the rest is not read: put "
     "captions that hold the delimiter in quotation marks",
     "uncaptioned": "images without any caption where captions are needed, left out",

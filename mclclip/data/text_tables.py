@@ -118,7 +118,11 @@ def csv_format(path: Path, delimiter: str) -> Format:
                     cells = [*map(_unquote, cells)]
                 where = f"{path.name} line {number}"
                 if any(map(str.strip, cells[len(names) :])):
-                    findings.add("extra_cells", where)
+                    # Of a picture and a caption, the rest is the caption behind a comma in it.
+                    is_caption = len(names) == 2 and names[1].lower() in CAPTION_COLUMNS
+                    findings.add("joined_cells" if is_caption else "extra_cells", where)
+                    if is_caption:
+                        cells = [cells[0], f"{delimiter} ".join(cells[1:])]
                 # The missing cells of a short row are empty; a column without a name is not read.
                 row = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
                 row.pop("", None)
@@ -158,7 +162,9 @@ def _columns_without_header(path: Path, delimiter: str, pictures: Sequence[bool]
 
 def refuse_misread(path: Path, findings: Findings) -> None:
     """Raises ValueError if cells of a benchmark's table may be read otherwise than meant."""
-    if faults := findings.only(["extra_cells", "open_quote", "joined_lines"]).lines():
+    if faults := findings.only(
+        ["extra_cells", "joined_cells", "open_quote", "joined_lines"]
+    ).lines():
         raise ValueError(f"{path}: {'; '.join(faults)}")
 
 

@@ -35,7 +35,7 @@ PART_READ = {
     # What is counted, and read nevertheless: it stays without a caption, or in part.
     "no_caption", "no_field", "zero_byte_caption", "bad_json", "bad_text", "several_images",
     "several_lines", "empty_caption", "open_quote", "joined_lines", "extra_cells", "transparent",
-    "narrow_range",
+    "narrow_range", "joined_cells",
     "no_attribute", "large_caption",
 }  # fmt: skip
 ELSEWHERE = {
@@ -145,9 +145,14 @@ CASES = {
     ),
     "rows": Case(
         "t.csv", 8, 6,
-        {"no_path": 1, "missing_image": 1, "empty_caption": 5, "extra_cells": 1, "no_caption": 5},
+        {"no_path": 1, "missing_image": 1, "empty_caption": 5, "joined_cells": 1, "no_caption": 5},
         SIX | {"t.csv": b"image,caption\n0.jpg,nan\n1.jpg,None\n2.jpg,[]\n3.jpg,\n4.jpg,<NA>\n"
                         b"5.jpg,a, b\n,x\n9.jpg,y\n"},
+    ),
+    "more cells": Case(
+        "t.csv", 2, 2, {"extra_cells": 1},
+        {n: SIX[n] for n in ("0.jpg", "1.jpg")} | {
+            "t.csv": b"image,number,caption\n0.jpg,0,a cat, sitting\n1.jpg,1,b\n"},
     ),
     "quotes": Case(
         "t.tsv", 6, 6, {"open_quote": 3},
@@ -160,7 +165,7 @@ CASES = {
             b'%d.jpg,%stext\n' % (n, b'"' * (n in (1, 3))) for n in range(6))},
     ),
     "a quotation mark and commas": Case(
-        "t.csv", 6, 6, {"open_quote": 3, "extra_cells": 1},
+        "t.csv", 6, 6, {"open_quote": 3, "joined_cells": 1},
         SIX | {"t.csv": b'image,caption\n0.jpg,a\n1.jpg,"wide open\n2.jpg,a cat, sitting\n'
                         b'3.jpg,"c, d"\n4.jpg,e\n5.jpg,f\n'},
     ),

@@ -529,6 +529,7 @@ FLICKR8K = "b.png#0\tA dog ; a cat , both .\nb.png#1\tTwo\nsub/a.jpg#0\tThree | 
         ("captions.txt", 'image,caption\nb.png,"A, b"\nb.png,Two\n', [["A, b", "Two"]]),
         ("list.csv", '\n"b.png",a; b\nsub/a.jpg,c\n', [["a; b"], ["c"]]),
         ("list.csv", "\ufeffb.png | a, b\nsub/a.jpg | c\n", [["a, b"], ["c"]]),
+        ("t.csv", "image,caption\nb.png,A dog, a cat,two\n", [["A dog, a cat, two"]]),
         ("turned.tsv", "one\tb.png\ntwo\tsub/a.jpg\n", [["one"], ["two"]]),
         ("f.token", 'b.png#0\t"A child plays\nsub/a.jpg#0\tTwo\n', [['"A child plays'], ["Two"]]),
         ("f.csv", 'b.png#0,"A child\nsub/a.jpg#0,Two\n', [["A child"], ["Two"]]),

@@ -211,7 +211,7 @@ def test_captions_that_are_none_are_no_queries_and_spellings_are_one_image(tmp_p
 @pytest.mark.parametrize("cell", ["a red, round thing", '"open\n2.jpg,b, c'])
 def test_a_table_that_may_be_misread_is_no_benchmark(tmp_path: Path, cell: str) -> None:
     (tmp_path / "a.csv").write_text(f"image,caption\n0.jpg,a\n1.jpg,{cell}\n")
-    with pytest.raises(ValueError, match=r"a\.csv: .*(extra_cells|open_quote)"):
+    with pytest.raises(ValueError, match=r"a\.csv: .*(joined_cells|open_quote)"):
         read_captions(tmp_path / "a.csv", tmp_path)
 
 
