@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def options(run_dir: Path, data: Path, *more: str) -> Config:
     """A given encoder and one stage with a trained text tower."""
     return tiny.make_config(
         run_dir, data, "base=null", "num_stages=1", "train.steps=4", "train.log_every=1",
-        "train.plan.policy=wrap", *more,
+        "train.plan.policy=wrap", f"model.name={json.dumps(tiny.ONE_BLOCK)}",
+        "train.lock.image_blocks=1", "train.checkpoint.every=4", *more,
     )  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def test_stored_features_hold_a_training(labelled: Path, data: Path, tmp_path: P
         run_dir = tmp_path / weight
         shutil.copytree(labelled, run_dir)
         term = TERM.replace("0.5", weight) % ", what: features"
-        config = options(run_dir, data, SUM % f", {term}", "train.steps=12")
+        config = options(run_dir, data, SUM % f", {term}", "train.steps=6")
         rows = losses(config)
         cosines[weight] = rows[-1]["1_preserve/teacher_cosine"]
         inputs = read_manifest(run_dir / "stage_1/train", "train").inputs
@@ -105,15 +107,24 @@ _HARD = "{rules: [colour], per_caption: 16}"
 EDITS = ["train.lock.text=false", f"train.objective={{kind: info_nce, hard_captions: {_HARD}}}"]
 
 
-def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
-    labelled: Path, data: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(labelled, tmp_path / "run")
-    config = options(tmp_path / "run", data, *EDITS)
-    layout = RunPaths.of(config)
+@pytest.fixture(scope="module")
+def edited(labelled: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the edits of its captions embedded; tests copy it."""
+    run_dir = tmp_path_factory.mktemp("edited") / "run"
+    shutil.copytree(labelled, run_dir)
+    config = options(run_dir, data, *EDITS)
     with pytest.raises(FileNotFoundError, match="run 'mclclip embed --text' first"):
         losses(config)
     embed.run(config, SINGLE, stage=0)
+    return run_dir
+
+
+def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
+    edited: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(edited, tmp_path / "run")
+    config = options(tmp_path / "run", data, *EDITS)
+    layout = RunPaths.of(config)
     (folder,) = (tmp_path / "run/stage_0/edited_texts").iterdir()
     stored = np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
     model, samples = load_towers(layout.export(0)).eval(), SampleIndex.open(layout.index)
@@ -150,22 +161,22 @@ def test_edits_are_not_stored_beside_a_trained_text_tower(
 
 MORE = {
     "edits": EDITS,
-    "stored": [STORED],
-    "exact": [held(", exact: true, end_factor: 0.5")],
-    "weights": ["train.start_decay=5.0"],
+    "terms": [
+        held("", ", what: features", ", exact: true, end_factor: 0.5"),
+        "train.start_decay=5",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, labelled: Path, data: Path, tmp_path: Path
+    name: str, labelled: Path, edited: Path, data: Path, tmp_path: Path
 ) -> None:
     digests = []
     for cut in (False, True):
         run_dir = tmp_path / str(cut)
-        shutil.copytree(labelled, run_dir)
-        config = options(run_dir, data, *MORE[name])
-        embed.run(config, SINGLE, stage=0)
+        shutil.copytree(edited if name == "edits" else labelled, run_dir)
+        config = options(run_dir, data, *MORE[name], "train.checkpoint.every=2")
         if cut:
             with cut_at(3):  # the last checkpoint is that of two steps
                 losses(config)

@@ -29,7 +29,7 @@ from tests.batches import training_batches
 def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
     """The directory of a training of stage 0 in four steps of 24 samples."""
     options = ["base.steps=4", "base.log_every=1", f"data.pixels={pixels}"]
-    options += ["base.checkpoint={every: 2, keep_every: 2}"]
+    options += ["base.checkpoint.every=4"]
     settled = tiny.make_config(run_dir, data, *options, *overrides)
     index.run(settled, SINGLE)
     return train.run(settled, SINGLE, stage=0)

@@ -16,22 +16,23 @@ from torch import nn
 
 from mclclip import config
 from mclclip.config import Config
-from mclclip.objectives.contrast import Temperature
+from mclclip.objectives.contrast import Learnable, Temperature
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.sigmoid import Sigmoid
 from mclclip.ranks.process_group import Context
-from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure, Symptoms
+from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure, Symptoms, _limit
 from mclclip.verbs import export, index, train
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.objective_loops import parts_of, split
 
+LEARNED = ("lr=5e-3", "objective.kind=info_nce", "objective.temperature=0.2")
 NOTHING_LEARNED = ("lr=1e-9", "warmup=0", "objective.kind=info_nce", "objective.temperature=1.0")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=144)
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=48)
 
 
 def settings(run_dir: Path, data: Path, *options: str, model: Any = tiny.ONE_BLOCK) -> Config:
@@ -66,7 +67,7 @@ def warnings(directory: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """The export of a healthy training, which lies two folders above."""
-    return exported(tmp_path_factory.mktemp("learned"), data, "steps=120", "lr=3e-3")
+    return exported(tmp_path_factory.mktemp("learned"), data, "steps=60", *LEARNED)
 
 
 def test_nothing_is_said_of_a_healthy_training(learned: Path) -> None:
@@ -77,31 +78,13 @@ def test_nothing_is_said_of_a_healthy_training(learned: Path) -> None:
     assert not (directory / "warnings.jsonl").exists()
 
 
-def test_a_loss_that_stands_at_chance(
-    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("WARNING", "mclclip"):
-        assert warnings(trained(tmp_path, data, *NOTHING_LEARNED)) == ["loss_at_chance"]
-    assert "stage 0 step 55: the loss stands at 3.1" in caplog.text
-    assert "raise lr" in caplog.text
-
-
-def test_features_that_collapse_and_one_answer_for_all(tmp_path: Path, data: Path) -> None:
-    found = warnings(trained(tmp_path, data, "lr=1.0", "warmup=0", model=tiny.MODEL))
-    assert {"features_collapse", "one_answer"} <= set(found)
-
-
-def test_a_logit_scale_that_rose_to_its_limit(tmp_path: Path, data: Path) -> None:
-    temperature = "objective.temperature={learnable: true, start: 0.5, max_scale: 2.3}"
-    options = "objective.kind=info_nce", temperature, "lr=4e-3", "steps=150", "schedule=constant"
-    assert warnings(trained(tmp_path, data, *options)) == ["logit_scale_at_limit"]
-
-
 def test_a_learning_rate_that_undoes_what_was_learned(
     tmp_path: Path, data: Path, learned: Path
 ) -> None:
-    model, options = f"local-dir:{learned}", ("lr=0.2", "warmup=0.5", "steps=70", "log_every=1")
-    assert "lr_too_high" in warnings(trained(tmp_path, data, *options, model=model))
+    """All features become one, so that nothing is learned any more."""
+    options = *LEARNED, "lr=1.0", "warmup=0", "log_every=1"
+    found = warnings(trained(tmp_path, data, *options, model=f"local-dir:{learned}"))
+    assert set(found) == {"lr_too_high", "features_collapse", "one_answer", "loss_at_chance"}
 
 
 @pytest.mark.parametrize(("image_norm", "found"), [("true", ["far_from_base"]), ("false", [])])
@@ -127,7 +110,7 @@ def test_batch_norms_that_see_one_group_are_no_fault(prefix_length: int, count: 
 def folded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """An export whose batch norms were folded into the convolutions before them, so that they have
     statistics of 0 and 1, as published CNNs do."""
-    options = "steps=120", "lr=3e-3"
+    options = "steps=40", *LEARNED
     run_dir = tmp_path_factory.mktemp("folded")
     directory = shutil.copytree(
         exported(run_dir, data, *options, model=tiny.RESNET),
@@ -152,10 +135,16 @@ def folded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 # --- records -----------------------------------------------------------------------------------
 
 
-def test_a_resumed_training_warns_as_an_undisturbed_one(tmp_path: Path, data: Path) -> None:
-    """Killed before the step at which it would warn, and after it."""
+def test_a_resumed_training_warns_as_an_undisturbed_one(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a loss that stands at chance; killed before the step at which it would warn, and after."""
     options = *NOTHING_LEARNED, "checkpoint={every: 20, keep_every: 20}"
-    directory = trained(tmp_path, data, *options)
+    with caplog.at_level("WARNING", "mclclip"):
+        directory = trained(tmp_path, data, *options)
+    assert warnings(directory) == ["loss_at_chance"]
+    assert "stage 0 step 55: the loss stands at 3.1" in caplog.text
+    assert "raise lr" in caplog.text
     whole = figures(directory), tiny.rows(directory / "warnings.jsonl")
     for last in (40, 60):
         for kept in (directory / "checkpoints").glob("step_*"):
@@ -219,6 +208,18 @@ def test_nothing_is_said_while_the_learning_rate_rises() -> None:
 def test_every_failure_is_told_once() -> None:
     names = [name for _, name in told([GOOD] * 3 + [BAD] * 30 + [GOOD] * 9 + [BAD] * 30)]
     assert sorted(names) == ["features_collapse", "loss_at_chance", "lr_too_high", "one_answer"]
+
+
+@pytest.mark.parametrize(("start", "found"), [(2.0, ["logit_scale_at_limit"]), (2.3, [])])
+def test_a_logit_scale_that_rose_to_its_limit(start: float, found: list[str]) -> None:
+    """To that of the loss's own temperature; one that began there did not rise."""
+    limit = _limit(InfoNCE("captions", Temperature(Learnable(start=1 / start, max_scale=2.3))))
+    course, names = Course(steps=50, limit=limit), []
+    for step in range(1, 100):
+        scale = min(start + 0.01 * (step - 1), 2.3)
+        row = GOOD | {"step": step, "0_info_nce/logit_scale": scale, "logit_scale": 1.0}
+        names += [failure.name for failure in course.take(row)]
+    assert names == found
 
 
 def test_a_pretrained_logit_scale_may_stand_at_its_limit() -> None:
