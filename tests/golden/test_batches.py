@@ -43,8 +43,9 @@ def _groups() -> dict[str, tuple[GroupedIndex, int]]:
 
 def plan_digests() -> Iterator[tuple[str, str]]:
     """(name, digest) of the plans of ``EPOCHS``: ids, labels, prefix length, group size by step."""
-    combinations = itertools.product(_groups().items(), POLICIES, ORDERS, KEYS)
-    for (name, (grouped, size)), policy, order, (seed, stage) in combinations:
+    how = zip(ORDERS, KEYS, strict=True)
+    combinations = itertools.product(_groups().items(), POLICIES, how)
+    for (name, (grouped, size)), policy, (order, (seed, stage)) in combinations:
         found = hashlib.sha256()
         plan = EpochPlan(grouped, size, policy, order, seed, stage, epoch=5)
         for epoch in EPOCHS:
@@ -60,7 +61,7 @@ def plan_digests() -> Iterator[tuple[str, str]]:
 def batch_digests(directory: Path) -> Iterator[tuple[str, str]]:
     """(name, digest) of the batches of one epoch and a bit, some samples undecodable."""
     index = make_index(directory, BAD)
-    for policy, transform in (("backoff", augment), ("mask", augment), ("wrap", plain)):
+    for policy, transform in (("backoff", augment), ("wrap", plain)):
         batches = make(index, policy=policy, transform=transform, order="proportional")
         yield f"batches {policy}", _of_batches(batches)
     grouped = group_samples(LABELS // 2, RADICES[:1])

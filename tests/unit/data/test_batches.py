@@ -28,14 +28,14 @@ from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_gene
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, group_samples
 from mclclip.data.labels import truncate
-from mclclip.data.loader import LONGEST_TMPDIR
+from mclclip.data.loader import LONGEST_TMPDIR, Loader
 from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.batches import training_batches
 from tests.benchmarks import memory
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 from tests.unit.data.test_groups import written
 from tests.unit.data.test_samples import build_index, write_text_features
 
@@ -124,8 +124,8 @@ def assert_equal(left: Batch, right: Batch) -> None:
             assert a == b, item.name
 
 
-def steps_of(batches: TrainingBatches, num_epochs: int = 2) -> Iterator[int]:
-    yield from range(num_epochs * batches.steps_per_epoch)
+def steps_of(batches: TrainingBatches, num_epochs: int = 2, every: int = 1) -> Iterator[int]:
+    yield from range(0, num_epochs * batches.steps_per_epoch, every)
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -273,18 +273,18 @@ def test_a_tokenizer_that_draws_is_seeded_beside_such_a_transform(index: SampleI
 
 def test_order_of_the_steps_does_not_matter(index: SampleIndex) -> None:
     batches = make(index)
-    forward = {step: batches[step] for step in steps_of(batches)}
+    forward = {step: batches[step] for step in steps_of(batches, every=4)}
     other = make(index)
-    for step in np.random.default_rng(0).permutation(len(forward)).tolist():
+    for step in np.random.default_rng(0).permutation(list(forward)).tolist():
         assert_equal(other[step], forward[step])
 
 
 def test_augmentation_depends_on_sample_epoch_stage_and_seed_alone(index: SampleIndex) -> None:
-    def offsets(epoch: int = 0, **changes: Any) -> dict[int, float]:
-        """What `augment` added to each sample, over a whole epoch."""
+    def offsets(epoch: int = 0, steps: int = 0, **changes: Any) -> dict[int, float]:
+        """What `augment` added to each sample, over a whole epoch or its first steps."""
         batches, found = make(index, **changes), {}
         first = batches.steps_per_epoch * epoch
-        for step in range(first, first + batches.steps_per_epoch):
+        for step in range(first, first + (steps or batches.steps_per_epoch)):
             batch = batches[step]
             for sample_id, image in zip(batch.sample_id.tolist(), batch.views[0], strict=True):
                 found[sample_id] = float(image[0, 0, 0]) - sample_id % 256
@@ -294,21 +294,23 @@ def test_augmentation_depends_on_sample_epoch_stage_and_seed_alone(index: Sample
     assert len(set(base.values())) == len(base)
     # Another batch size and another plan: the same sample is augmented the same way.
     for changes in ({"global_batch": 24}, {"policy": "drop"}, {"order": "proportional"}):
-        other = offsets(**changes)
+        other = offsets(steps=4, **changes)
         assert all(other[i] == base[i] for i in other.keys() & base.keys())
     for changes in ({"seed": 4}, {"stage": 2}, {"epoch": 1}):
-        other = offsets(**changes)
+        other = offsets(steps=4, **changes)
         assert all(other[i] != base[i] for i in other.keys() & base.keys())
 
 
 # --- what a batch holds ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["drop", "backoff", "mask"])
-@pytest.mark.parametrize("order", ["round_robin", "proportional"])
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("drop", "proportional"), ("backoff", "round_robin"), ("mask", "proportional")],
+)
 def test_a_batch_is_what_the_plan_says(index: SampleIndex, policy: Any, order: Any) -> None:
     batches = make(index, policy=policy, order=order, transform=plain)
-    for step in steps_of(batches):
+    for step in steps_of(batches, every=2):
         epoch, epoch_step = divmod(step, batches.steps_per_epoch)
         plan = EpochPlan(batches.grouped, 16, policy, order, 3, 1, epoch)
         batch = batches[step]
@@ -345,7 +347,7 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
     write_text_features(tmp_path / "text", index, "float16")
     features = StoredRows(tmp_path / "text", index)
     cached, live = make(index, text_features=features), make(index)
-    for step in steps_of(live):
+    for step in steps_of(live, every=4):
         with_features, with_text = cached[step], live[step]
         assert with_features.text is None and with_features.text_features is not None
         assert with_text.text is not None
@@ -386,7 +388,7 @@ def joined(parts: list[Batch]) -> Batch:
 
 @pytest.mark.parametrize(
     ("which", "policy", "world_size"),
-    [("index", "backoff", 4), ("bad_index", "backoff", 2), ("bad_index", "mask", 4)],
+    [("bad_index", "backoff", 2), ("bad_index", "mask", 4)],
 )
 def test_the_ranks_together_have_the_single_process_batch(
     which: str, policy: Any, world_size: int, request: pytest.FixtureRequest
@@ -396,26 +398,23 @@ def test_the_ranks_together_have_the_single_process_batch(
     ranks = [
         make(index, policy=policy, rank=rank, world_size=world_size) for rank in range(world_size)
     ]
-    for step in steps_of(single):
+    for step in steps_of(single, every=4):
         parts = [batches[step] for batches in ranks]
         assert all(len(part) == 16 // world_size for part in parts)
         assert_equal(joined(parts), single[step])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_workers_and_a_later_start_change_nothing(
-    bad_index: SampleIndex, num_workers: int, tmp_path: Path
+    bad_index: SampleIndex, tmp_path: Path
 ) -> None:
     written(tmp_path, group_samples(LABELS, RADICES))
     batches = make(bad_index, grouped=GroupedIndex.open(tmp_path))
-    total = 2 * batches.steps_per_epoch
     reference = make(bad_index)
-    for start in (0, batches.steps_per_epoch - 1):
-        loader = DataLoader(
-            batches, batch_size=None, sampler=range(start, total), num_workers=num_workers
-        )
+    for start in (0, batches.steps_per_epoch - 2):
+        steps = range(start, start + 5)
+        loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=2)
         found = list(loader)
-        assert [batch.step for batch in found] == list(range(start, total))
+        assert [batch.step for batch in found] == list(steps)
         for batch in found:
             assert_equal(batch, reference[batch.step])
 
@@ -506,21 +505,28 @@ def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: 
     check_end(index, tmp_path, "fork", "raise")
 
 
-@pytest.mark.parametrize(("further", "code"), kept([(0, 0), (1, 1)], 1))
 def test_a_temporary_folder_that_sockets_do_not_fit_is_refused(
-    index: SampleIndex, tmp_path: Path, further: int, code: int
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/".ljust(LONGEST_TMPDIR + 1, "x"))
+    options: dict[str, Any] = {"timeout_s": 300, "describe": lambda step: (f"step {step}", ())}
+    with pytest.raises(ValueError, match="TMPDIR=/xx"):
+        Loader(make(index), range(2), num_workers=1, **options)
+    Loader(make(index), range(2), num_workers=0, **options)
+
+
+@in_soak
+def test_sockets_fit_the_longest_temporary_folder(index: SampleIndex, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as short:
-        folder = Path(short) / ("x" * (LONGEST_TMPDIR + further - len(short) - 1))
+        folder = Path(short) / ("x" * (LONGEST_TMPDIR - len(short) - 1))
         folder.mkdir()
         done = run_program(index, tmp_path, "fork", "break", str(folder))
-    assert done.returncode == code, done.stderr
-    assert "TMPDIR" in done.stderr if code else done.stdout == "0\n"
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "how"), kept(list(itertools.product(("fork", "spawn"), ENDS)), 2)
+    ("method", "how"), kept(list(itertools.product(("fork", "spawn"), ENDS)), 4)
 )
 def test_a_program_that_stops_reading_ends(
     index: SampleIndex, tmp_path: Path, method: str, how: str
@@ -569,8 +575,7 @@ def common_prefix(left: int, right: int) -> int:
     return max(n for n in range(3) if len(set(truncate(values, RADICES, n).tolist())) == 1)
 
 
-@pytest.mark.parametrize("policy", ["drop", "backoff", "mask"])
-@pytest.mark.parametrize("global_batch", [4, 8, 16])
+@pytest.mark.parametrize(("policy", "global_batch"), [("drop", 4), ("backoff", 16), ("mask", 8)])
 def test_replacements_follow_the_rule(
     bad_index: SampleIndex, policy: Any, global_batch: int
 ) -> None:
@@ -582,12 +587,14 @@ def test_replacements_follow_the_rule(
 
 def test_replacements_are_spread_and_change_with_the_epoch(bad_index: SampleIndex) -> None:
     batches = make(bad_index, global_batch=4, transform=plain, tokenizer=None)
-    by_sample: dict[int, set[int]] = {}
+    some, by_sample = set(sorted(BAD)[:12]), dict[int, set[int]]()
     for step in steps_of(batches, 12):
         epoch, epoch_step = divmod(step, batches.steps_per_epoch)
         planned = batches.plan(epoch).batch(epoch_step).ids.tolist()
+        if not some.intersection(planned):
+            continue
         for before, after in zip(planned, batches[step].sample_id.tolist(), strict=True):
-            if before in BAD:
+            if before in some:
                 by_sample.setdefault(before, set()).add(after)
     assert np.mean([len(found) for found in by_sample.values()]) > 4
 
@@ -605,16 +612,17 @@ def test_replacements_are_deterministic_and_known_bad_ids_change_nothing(
         return read_many(ids)
 
     monkeypatch.setattr(knowing.dataset, "read_many", recording)
-    for step in steps_of(ignorant):
+    for step in steps_of(ignorant, every=3):
         assert_equal(knowing[step], ignorant[step])
     assert tried and not BAD & set(tried)
 
 
 def test_no_sample_left_is_a_clear_error(tmp_path: Path) -> None:
     index = make_index(tmp_path, {11})
-    for global_batch in (240, 200):  # 200: some columns have a second candidate, 11's may not
+    # With 200 some columns have a second candidate, and that of sample 11 may not.
+    for global_batch, wanted in ((240, {None}), (200, {None, True})):
         batches = make(index, global_batch=global_batch, policy="backoff", transform=plain)
-        outcomes = set()
+        outcomes = set[bool | None]()
         for step in range(8):
             try:
                 outcomes.add(11 in batches[step].replaced)
@@ -622,5 +630,6 @@ def test_no_sample_left_is_a_clear_error(tmp_path: Path) -> None:
                 assert "sample test/00011 is unusable (unidentified)" in str(error)
                 assert "lower the global batch" in str(error)
                 outcomes.add(None)
-        assert None in outcomes
-        assert global_batch == 240 or True in outcomes
+            if outcomes >= wanted:
+                break
+        assert outcomes >= wanted

@@ -23,7 +23,7 @@ from mclclip.util.randomness import mix, permute
 from tests.matrix import SOAK, kept
 
 pytestmark = [pytest.mark.slow] if SOAK else []  # with more examples
-stable = settings(max_examples=35 if SOAK else 15, deadline=None, derandomize=True, database=None)
+stable = settings(max_examples=35 if SOAK else 10, deadline=None, derandomize=True, database=None)
 POLICIES = ("drop", "backoff", "mask", "wrap", "carry")
 ORDERS = ("round_robin", "proportional")
 SAMPLES, TURN = 1, 5  # words of the keys
@@ -257,13 +257,13 @@ def test_no_sample_comes_twice_in_an_epoch(case: Case) -> None:
 @stable
 @given(cases(policies=("carry",)))
 def test_carry_goes_on_where_the_epoch_before_ended(case: Case) -> None:
-    rounds = [case.plan(epoch=epoch) for epoch in range(7)]
+    rounds = [case.plan(epoch=epoch) for epoch in range(4)]
     every = [ids for plan in rounds for ids in batches_of(plan)]
     counts = Counter(sample for ids in every for sample in ids)
     for label in set(case.labels[case.labels >= 0].tolist()):
         members = np.flatnonzero(case.labels == label).tolist()
         each = [counts[member] for member in members]
-        used = 7 * (len(members) // case.global_batch) * case.global_batch
+        used = 4 * (len(members) // case.global_batch) * case.global_batch
         assert sum(each) == used and max(each) - min(each) <= 1
     assert len({plan.steps_per_epoch for plan in rounds}) == 1
 
@@ -306,7 +306,7 @@ def test_neighbours_of_a_group_stay_together(policy, block) -> None:
     rank = np.empty(len(labels), int)
     rank[grouped.sample_ids] = np.arange(len(labels))
     seen: Counter[int] = Counter()
-    for epoch in range(40):
+    for epoch in range(20):
         plan = EpochPlan(grouped, 32, policy, "proportional", 5, 1, epoch, block)
         for step in range(plan.steps_per_epoch):
             batch = plan.batch(step)
@@ -338,9 +338,9 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
         assert max(entries) <= max(plan.steps_per_epoch, groups)
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_epochs_share_what_none_of_them_changes(policy, order, monkeypatch) -> None:
+def test_epochs_share_what_none_of_them_changes(policy, monkeypatch) -> None:
+    order = "proportional"
     grouped = group_samples(LABELS, (2, 2))
     new = [EpochPlan(grouped, 32, policy, order, 4, 1, epoch) for epoch in range(3)]
     built: list[int] = []
@@ -359,8 +359,9 @@ def test_epochs_share_what_none_of_them_changes(policy, order, monkeypatch) -> N
 LABELS = np.repeat([0, 1, 2, 3], [500, 130, 61, 9])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("policy", "order"), [*((policy, ORDERS[0]) for policy in POLICIES), ("backoff", ORDERS[1])]
+)
 def test_epochs_stages_and_seeds_differ(policy: str, order: str) -> None:
     grouped = group_samples(LABELS, (2, 2))
     keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]
@@ -372,14 +373,15 @@ def test_epochs_stages_and_seeds_differ(policy: str, order: str) -> None:
 @pytest.mark.parametrize("policy", ["backoff", "mask"])
 @pytest.mark.parametrize(
     "sizes, radices",
-    [*STUCK, ([1, 9, 0, 0, 2, 4, 17, 1], (2, 2, 2)), ([3] * 9, (3, 3)), ([11], ())],
+    [*STUCK, ([3] * 9, (3, 3)), ([11], ())],
 )
 def test_no_sample_is_left_out_for_ever(policy: str, sizes, radices) -> None:
     """Small groups have their turn even where their pool fills no batch of its own."""
     grouped = group_samples(np.repeat(np.arange(len(sizes)), sizes), radices)
     seen: set[int] = set()
-    for epoch in range(100):
-        plan = EpochPlan(grouped, 8, policy, "round_robin", 0, 1, epoch)
+    plan = EpochPlan(grouped, 8, policy, "round_robin", 0, 1, 0)
+    for epoch in range(60):
+        plan = plan.of_epoch(epoch)
         batches = batches_of(plan)
         assert len({sample for batch in batches for sample in batch}) == sum(sizes) // 8 * 8
         seen.update(*batches)

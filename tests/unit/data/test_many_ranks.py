@@ -1,4 +1,4 @@
-"""The batches of 1,024 ranks, and of other numbers of ranks that go on with them."""
+"""The batches of 256 ranks, and of other numbers of ranks that go on with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.samples import Sample
 from tests.matrix import kept
 
-RANKS, SAMPLES, EPOCH = 1024, 3_500, 3
+RANKS, SAMPLES, EPOCH = 256, 875, 3
 LABELS = np.random.default_rng(0).choice(5, SAMPLES, p=[0.45, 0.35, 0.1, 0.06, 0.04])
 LABELS[::50] = -1
 GROUPED = group_samples(LABELS, (5,))
@@ -68,7 +68,7 @@ def plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("policy", "order"), kept([("backoff", "proportional"), ("mask", "round_robin")], 0)
 )
-def test_a_thousand_ranks_share_every_batch_and_go_on_on_any_number(
+def test_hundreds_of_ranks_share_every_batch_and_go_on_on_any_number(
     policy: Any, order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two epochs: each rank has the same steps; their columns are the plan's batch, without overlap
@@ -90,7 +90,7 @@ def test_a_thousand_ranks_share_every_batch_and_go_on_on_any_number(
     assert len(drawn) == EPOCH * RANKS and min(LABELS[list(drawn)]) >= 0
     assert set(whole[EPOCH]) != set(whole[0])
     restart = 2
-    for world_size in (64, 8, 1):
+    for world_size in (64, 1):
         others = of_ranks(world_size, policy, order)
         for step in range(restart, EPOCH + 1):
             parts = step_of(others, step)

@@ -40,7 +40,7 @@ def counts(plan: EpochPlan) -> np.ndarray:
     return np.bincount(np.concatenate(ids), minlength=NUM_SAMPLES)
 
 
-@pytest.mark.parametrize("block", [2, 5, 64])
+@pytest.mark.parametrize("block", [2, 64])
 def test_an_epoch_in_blocks_draws_the_same_samples_as_often(block: int) -> None:
     """In another order: draws are numbered alike, and blocks of them are shuffled."""
     grouped = group_samples(np.zeros(NUM_SAMPLES, np.int64), (1,), weights=weights(per_epoch=640))
@@ -113,13 +113,14 @@ def test_huge_groups_do_not_overflow() -> None:
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_epochs_draw_by_weight_under_every_policy(policy: Policy) -> None:
     grouped = group_samples(LABELS, RADICES, weights=weights())
-    plan = plan_of(grouped, policy)
-    drawn = np.array([counts(plan.of_epoch(epoch)) for epoch in range(8)])
+    plan, leaves_few = plan_of(grouped, policy), policy in ("backoff", "mask")
+    epochs = 8 if leaves_few else 3
+    drawn = np.array([counts(plan.of_epoch(epoch)) for epoch in range(epochs)])
     assert not drawn[:, ~USED].any()
     steps = plan.steps_per_epoch
     assert (drawn.sum(1) == 16 * steps).all()
     assert grouped.num_draws == pytest.approx(WEIGHTS[USED].sum(), abs=6)
-    if policy in ("backoff", "mask"):  # they leave out fewer than a batch
+    if leaves_few:  # fewer than a batch
         error = drawn.mean(0)[USED] - WEIGHTS[USED] * 16 * steps / grouped.num_draws
         assert np.abs(error).max() < 0.7
         assert abs(error.mean()) < 0.01

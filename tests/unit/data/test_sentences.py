@@ -22,7 +22,7 @@ from tests.unit.data.test_batches import png, text_of, tokenize
 from tests.unit.data.test_samples import build_index
 
 PARAGRAPH = "A. B! C? D. E."
-KEYS = [int(key) for key in np.asarray(mix(7, np.arange(20_000)))]
+KEYS = [int(key) for key in np.asarray(mix(7, np.arange(4_000)))]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def texts(made: TrainingBatches, steps: range) -> list[str]:
 
 def test_draws_depend_on_sample_and_epoch_and_on_nothing_else(tmp_path: Path) -> None:
     whole = batches(tmp_path / "whole")
-    epochs = [texts(whole, range(4 * epoch, 4 * epoch + 4)) for epoch in range(40)]
+    epochs = [texts(whole, range(4 * epoch, 4 * epoch + 4)) for epoch in range(12)]
     again = batches(tmp_path / "again")
     assert texts(again, range(12, 16)) == epochs[3]  # without those before it
     halves = [batches(tmp_path / str(r), rank=r, world_size=2) for r in range(2)]
@@ -105,9 +105,10 @@ def test_draws_depend_on_sample_and_epoch_and_on_nothing_else(tmp_path: Path) ->
     columns = [text for step in steps for half in halves for text in texts(half, step)]
     assert columns == epochs[0]
     drawn = Counter(text for epoch in epochs for text in epoch)
-    assert drawn.keys() == {f"{n} is first." for n in range(32)} | {"Then b.", "Then c.", "Then d."}
-    firsts = sum(n for text, n in drawn.items() if "first" in text) / (32 * 40)
-    assert abs(firsts - 0.125) < 4.5 * (0.125 * 0.875 / 1280) ** 0.5
+    others = {"Then b.", "Then c.", "Then d."}
+    assert others < drawn.keys() <= others | {f"{n} is first." for n in range(32)}
+    firsts = sum(n for text, n in drawn.items() if "first" in text) / (32 * 12)
+    assert abs(firsts - 0.125) < 4.5 * (0.125 * 0.875 / 384) ** 0.5
     # Other seeds draw others, and the choice does not follow that of augmentation or caption.
     assert texts(batches(tmp_path / "other", seed=4), range(4)) != epochs[0]
 

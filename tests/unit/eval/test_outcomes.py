@@ -15,7 +15,7 @@ from scipy import stats
 from mclclip.eval import outcomes, results, units
 from mclclip.eval.metrics import Ranking
 from mclclip.eval.outcomes import Outcomes
-from tests.matrix import in_soak, kept
+from tests.matrix import SOAK, in_soak, kept
 
 RNG = np.random.default_rng(3)
 ITEMS = [f"{number}.png" for number in range(12)]
@@ -306,8 +306,8 @@ CASES = [*product((135, 1000), (0.05, 0.2, 0.4), (0.0, 0.5), (1, 9))]
 def test_intervals_cover_and_alarms_are_rare(
     count: int, discordant: float, gain: float, strata: int
 ) -> None:
-    """1,000 draws of encoders whose true difference is known."""
-    rng, draws = np.random.default_rng(count), 1000
+    """Draws of encoders whose true difference is known."""
+    rng, draws = np.random.default_rng(count), 1000 if SOAK else 300
     true = discordant * gain
     kinds = [str(number * strata // count) for number in range(count)]
     covered = alarms = 0

@@ -85,7 +85,7 @@ def test_items_and_seeds_have_a_quantile_each(count: int) -> None:
     assert found.items == pytest.approx(40 * mean, abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 5])
 def test_a_perfect_ranking_against_a_collapsed_one_is_a_sign_test(count: int) -> None:
     truth = np.arange(30) < 10
     perfect = of_values(truth * 1.0, truth=truth, statistic="roc_auc")
@@ -188,8 +188,8 @@ def test_rankings_have_an_interval(count: int) -> None:
 
 
 def test_a_loss_that_hardly_differs_is_no_proof() -> None:
-    """One item of 300,000 has another loss, by as little as float32 can hold."""
-    losses = np.ones(300_000)
+    """One item of 60,000 has another loss, by as little as float32 can hold."""
+    losses = np.ones(60_000)
     for first in (np.nextafter(np.float32(1), np.float32(2)), 1.00001):
         other = losses.copy()
         other[0] = first
@@ -239,11 +239,11 @@ def shows_a_verdict(
 
 
 @fuller_in_soak
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", kept([2, 3, 5], 0, 2))
 @pytest.mark.parametrize("spread", kept([0.02, 0.1, 0.3], 1))
 @pytest.mark.parametrize("remedies", kept([4, 1], 0))
 def test_races_of_equal_remedies_show_no_verdict(remedies: int, count: int, spread: float) -> None:
-    rng, races = np.random.default_rng([count, round(100 * spread)]), 500 if SOAK else 20
+    rng, races = np.random.default_rng([count, round(100 * spread)]), 500 if SOAK else 10
     shown = sum(
         shows_a_verdict(rng, count, spread, SPREADS[spread], remedies) for _ in range(races)
     )

@@ -63,7 +63,7 @@ def loss_and_gradients(
     return [loss.detach(), leaf.grad, centers.grad]
 
 
-@pytest.mark.parametrize("num_classes", [1_000, 10_000, 100_000])
+@pytest.mark.parametrize("num_classes", [1_000, 100_000])
 def test_the_error_of_a_head_in_bf16_is_bounded(num_classes: int) -> None:
     """The loss within 0.1 %, and gradients within 1 % of their length, of float64."""
     features, labels, rows = late_in_a_training(num_classes, dim=64, batch=16)
