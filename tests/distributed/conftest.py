@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from datetime import timedelta
+from functools import cache
 from multiprocessing import active_children
 from typing import Any
 
@@ -135,6 +136,18 @@ class RankPool:
         for executor in self._executors:
             executor.shutdown(wait=True, cancel_futures=True)
         self._executors, self._pids = [], []
+
+
+@pytest.fixture(scope="session")
+def single(ranks: RankPool) -> Callable[..., tuple[list[float], dict[str, Any]]]:
+    """Steps of one process under DDP (``test_engines.run``): losses and state; each is run once."""
+    from tests.distributed.test_engines import STEPS, run
+
+    @cache
+    def result(precision: str, steps: int = STEPS, **options: Any) -> Any:
+        return ranks(1, run, "ddp", precision, options, steps)[0]
+
+    return result
 
 
 @pytest.fixture(scope="session")

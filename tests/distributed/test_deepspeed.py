@@ -7,7 +7,7 @@ import importlib.util
 import math
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +25,16 @@ from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.distributed import test_engines
 from tests.distributed.conftest import here
-from tests.distributed.test_engines import assert_close, batch_of, make_engine, run, train, whole
+from tests.distributed.test_engines import (
+    EVERYTHING,
+    SHORT,
+    assert_close,
+    batch_of,
+    make_engine,
+    run,
+    train,
+    whole,
+)
 from tests.engines import build_engine
 from tests.matrix import in_soak, kept
 
@@ -35,7 +44,6 @@ pytestmark = pytest.mark.skipif(
 
 Ranks = Callable[..., list[Any]]
 STAGES = (1, 2, 3)
-EVERYTHING = {"clip_grad_norm": 0.5, "ema_decay": 0.9, "start_decay": test_engines.DECAY}
 SCALE = "model.model.clip.logit_scale"
 
 
@@ -64,32 +72,13 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert_close(first, second, atol)
 
 
-def short(*args: Any) -> Any:
-    """As run, but eight steps."""
-    with patch.object(test_engines, "STEPS", 8):
-        return run(*args)
-
-
-@pytest.fixture(scope="module")
-def single(ranks: Ranks) -> Callable[..., tuple[list[float], dict[str, Any]]]:
-    """Steps of one process: losses and state, by precision and options."""
-
-    @cache
-    def result(
-        precision: str = "fp32", steps: Any = run, **options: Any
-    ) -> tuple[list[float], dict[str, Any]]:
-        return ranks(1, steps, "ddp", precision, options)[0]  # type: ignore[no-any-return]
-
-    return result
-
-
 # --- as the single process ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
 @pytest.mark.parametrize("options", kept([{}, EVERYTHING], 1), ids=str)
 def test_two_ranks_equal_one(ranks: Ranks, single: Any, stage: int, options: Any) -> None:
-    losses, state = single(**options)
+    losses, state = single("fp32", **options)
     results = ranks(2, zero, run, "deepspeed", "fp32", {"zero_stage": stage, **options})
     for got_losses, got in results:
         np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
@@ -100,9 +89,9 @@ def test_two_ranks_equal_one(ranks: Ranks, single: Any, stage: int, options: Any
 @in_soak
 def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, single: Any, stage: int) -> None:
     """In micro-batches of unequal size (12 = 5 + 5 + 2)."""
-    losses, state = single(steps=short)
+    losses, state = single("fp32", SHORT)
     options = {"zero_stage": stage, "micro_batch": 5}
-    got_losses, got = ranks(2, zero, short, "deepspeed", "fp32", options)[0]
+    got_losses, got = ranks(2, zero, run, "deepspeed", "fp32", options, SHORT)[0]
     np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
     assert_same(state, got)
 
@@ -110,21 +99,21 @@ def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, single: Any, stag
 @in_soak
 def test_three_ranks_that_divide_no_parameter(ranks: Ranks, single: Any) -> None:
     """Also with more than one bucket of gradients, and some larger than a bucket."""
-    losses, state = single(steps=short, ema_decay=0.9)
+    losses, state = single("fp32", SHORT, ema_decay=0.9)
     options = {"zero_stage": 3, "ema_decay": 0.9}
-    got_losses, got = ranks(3, in_small_buckets, "deepspeed", "fp32", options)[0]
+    got_losses, got = ranks(3, in_small_buckets, "deepspeed", "fp32", options, SHORT)[0]
     np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
     assert_same(state, got)
 
 
 def in_small_buckets(*args: Any) -> Any:
     with patch.object(deepspeed_engine, "BUCKET", 5000):
-        return zero(short, *args)
+        return zero(run, *args)
 
 
 @in_soak
 def test_zero_3_with_small_parameters_kept_whole(ranks: Ranks, single: Any) -> None:
-    losses, state = single()
+    losses, state = single("fp32")
     got_losses, got = ranks(2, run, "deepspeed", "fp32", {"zero_stage": 3})[0]
     np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
     assert_same(state, got)
@@ -152,9 +141,10 @@ def test_gradient_norm_is_that_before_clipping(ranks: Ranks, stage: int) -> None
 @pytest.mark.parametrize("stage", kept(STAGES, 1))
 @pytest.mark.parametrize("precision", kept(["bf16", "fp16"], 0))
 def test_half_precision_agrees(ranks: Ranks, single: Any, precision: str, stage: int) -> None:
-    exact, _ = single(steps=short)
-    losses, state = single(precision, steps=short)
-    got, other = ranks(2, zero, short, "deepspeed", precision, {"zero_stage": stage})[0]
+    exact, _ = single("fp32", SHORT, deep=True)
+    losses, state = single(precision, SHORT, deep=True)
+    options = {"zero_stage": stage, "deep": True}
+    got, other = ranks(2, zero, run, "deepspeed", precision, options, SHORT)[0]
     np.testing.assert_allclose(got, losses, rtol=1e-2)
     assert max(abs(a - b) for a, b in zip(got, exact, strict=True)) > 1e-4  # it was half precision
     assert state.keys() == other.keys()
@@ -229,7 +219,7 @@ def some_steps(
 @pytest.mark.parametrize("stage", kept(STAGES, 1))
 @in_soak
 def test_state_goes_from_engine_to_engine(ranks: Ranks, single: Any, stage: int) -> None:
-    expected, end = single(ema_decay=0.9)
+    expected, end = single("fp32", ema_decay=0.9)
     losses, _, state = ranks(1, some_steps, "ddp", {}, range(5), None)[0]
     for number, (world_size, name, options) in enumerate(
         [(2, "deepspeed", {"zero_stage": stage}), (2, "fsdp", {}), (1, "ddp", {})], start=1
@@ -298,7 +288,8 @@ def test_resnet_with_a_frozen_tower(ranks: Ranks, stage: int) -> None:
 
 
 def left_over(stage: int) -> list[Any]:
-    """What is left of the weights and of the optimizer's state once their engine is gone."""
+    """Of an engine that is gone: whether its weights, its optimizer's state and its own linear
+    layer are gone, too."""
     engine: Any = make_engine("deepspeed", zero_stage=stage)
     train(engine, range(2))
     parameter = next(engine.module.parameters())
@@ -307,21 +298,12 @@ def left_over(stage: int) -> list[Any]:
     references = [weakref.ref(item) for item in held]
     del engine, parameter, moments, held
     gc.collect()
-    return [reference() is None for reference in references]
+    own = torch.nn.functional.linear is torch._C._nn.linear
+    return [own, *(reference() is None for reference in references)]
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
-def test_an_engine_that_is_gone_holds_no_memory(ranks: Ranks, stage: int) -> None:
-    for result in ranks(2, zero, left_over, stage):
-        assert result == [True, True]
-
-
-def linear_after() -> bool:
-    """Whether torch's linear is its own while a ZeRO-3 engine trains, and after it."""
-    zero(train, make_engine("deepspeed", zero_stage=3), range(2))
-    return torch.nn.functional.linear is torch._C._nn.linear
-
-
-def test_nothing_of_torch_is_replaced(ranks: Ranks) -> None:
+def test_an_engine_that_is_gone_leaves_nothing(ranks: Ranks, stage: int) -> None:
     """What the process computes later must not depend on a training having run in it."""
-    assert ranks(2, linear_after) == [True, True]
+    for result in ranks(2, zero, left_over, stage):
+        assert result == [True, True, True]

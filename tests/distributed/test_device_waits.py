@@ -108,7 +108,7 @@ def trainer_of(
     parsed, how = base.parse(options), dict(how)
     precision, optimizer = how.get("precision", "fp32"), how.pop("optimizer", "adamw")
     compiled = how.pop("compile", "none")
-    model = load_towers(tiny.MODEL, seed=1)
+    model = load_towers(tiny.of_few_ids(tiny.ONE_BLOCK), seed=1)
     lock = {
         "image_blocks": "all",
         "image_norm": True,

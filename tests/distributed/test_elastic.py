@@ -188,9 +188,8 @@ def states(run_dir: Path) -> dict[str, bytes]:
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
-    ranks: Ranks, data: Path, left: Any, tmp_path: Path
+    ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(left("ddp")[0], tmp_path / "run")
     tree = options_for(data, tmp_path / "run", "ddp")
     tree["base"]["global_batch"] = 26
     with pytest.raises(Exception, match=r"global_batch=26 cannot be cut over 4 ranks.*1, 2, 13"):

@@ -69,7 +69,7 @@ def fail_together(folder: Path) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("world_size, batch_size", [(2, 3), (3, 64), (4, 5)])
+@pytest.mark.parametrize("world_size, batch_size", [(3, 64), (4, 5)])
 def test_features_are_equal_bit_for_bit(
     ranks: Any, folder: Path, world_size: int, batch_size: int
 ) -> None:
@@ -93,16 +93,15 @@ def held_out_losses(seed: int) -> np.ndarray:
     return row_losses(*unit, scale=50.0, context=here(), chunk_bytes=8 * 37 * 5)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_validation_loss_is_equal_bit_for_bit(ranks: Any, world_size: int) -> None:
+def test_the_validation_loss_is_equal_bit_for_bit(ranks: Any) -> None:
     alone = held_out_losses(0)
-    for losses in ranks(world_size, held_out_losses, 0):
+    for losses in ranks(4, held_out_losses, 0):
         np.testing.assert_array_equal(losses, alone)
 
 
 def probe(data: LabelledFeatures) -> tuple[Any, Any]:
     """Weights and protocol of the probe."""
-    options: dict[str, Any] = {"validation_share": 0.3, "seed": 1, "max_iterations": 100}
+    options: dict[str, Any] = {"validation_share": 0.3, "seed": 1, "max_iterations": 20}
     metric: Any = "accuracy" if data.train_labels.ndim == 1 else "map_11_point"
     fitted, protocol = linear_probe.train(here(), data, strength=None, metric=metric, **options)
     parts = [(one.classes, one.weight, one.bias) for one in fitted if one is not None]
@@ -111,7 +110,7 @@ def probe(data: LabelledFeatures) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_a_linear_probe_is_equal_bit_for_bit(ranks: Any, num_labels: int) -> None:
-    """Of classes, and of several labels per image; 1, 2 and 4 ranks divide the strengths."""
+    """Of classes, and of several labels per image; three ranks do not divide the strengths."""
     rng = np.random.default_rng(0)
     truth = rng.integers(0, 4, 90)
     rows = np.eye(12, dtype=np.float32)[truth] + 0.5 * rng.normal(size=(90, 12))
@@ -121,8 +120,7 @@ def test_a_linear_probe_is_equal_bit_for_bit(ranks: Any, num_labels: int) -> Non
         rows[:60], labels[:60], rows[60:], labels[60:], class_names=[*"abcd"[:num_labels]]
     )
     ((alone, protocol),) = ranks(1, probe, data)
-    for world_size in (2, 4):
-        for parts, told in ranks(world_size, probe, data):
-            assert told == protocol and len(parts) == len(alone) == num_labels
-            for part, other in zip(parts, alone, strict=True):
-                assert all(map(np.array_equal, part, other))
+    for parts, told in ranks(3, probe, data):
+        assert told == protocol and len(parts) == len(alone) == num_labels
+        for part, other in zip(parts, alone, strict=True):
+            assert all(map(np.array_equal, part, other))

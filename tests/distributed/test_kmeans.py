@@ -147,7 +147,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 def test_sharded_centroids_give_the_same_bits(ranks: Ranks, shards: list[Path], case: str) -> None:
     common = SHARDED[case] | {"max_iterations": 5}
     wanted = cluster(shards, common | {"sharded": False})
-    for world_size in (4, 3, 2, 1):
+    for world_size in (4, 3, 2, 1) if SOAK else (3,):
         options = common | {"sharded": True}
         for rank, found in enumerate(ranks(world_size, cluster, shards, options)):
             compare(found, wanted, f"on rank {rank} of {world_size}")
@@ -168,11 +168,10 @@ def held_and_largest(shards: list[Path], num_clusters: int) -> tuple[range, int]
 
 
 def test_each_rank_holds_its_part_and_no_more(ranks: Ranks, shards: list[Path]) -> None:
-    for world_size in (3, 2):
-        parts = ranks(world_size, held_and_largest, shards, 101)
-        assert [part[0].start for part in parts[1:]] == [part[0].stop for part in parts[:-1]]
-        assert (parts[0][0].start, parts[-1][0].stop) == (0, 101)
-        assert all(size == len(held) <= 101 // world_size + 7 for held, size in parts)
+    parts = ranks(3, held_and_largest, shards, 101)
+    assert [part[0].start for part in parts[1:]] == [part[0].stop for part in parts[:-1]]
+    assert (parts[0][0].start, parts[-1][0].stop) == (0, 101)
+    assert all(size == len(held) <= 101 // 3 + 7 for held, size in parts)
 
 
 def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +190,7 @@ def test_two_levels_are_equal_for_any_number_of_ranks(
     options["arithmetic"] = Arithmetic(products="float32", scores="blocks" if sharded else None)
     wanted = two_levels(shards, options)
     assert wanted["counts"].sum() == mask().sum()
-    for world_size in (4, 3, 2):
+    for world_size in (4, 3, 2) if SOAK else (3,):
         for rank, found in enumerate(
             ranks(world_size, two_levels, shards, options | {"sharded": sharded})
         ):
@@ -249,11 +248,11 @@ def test_the_files_are_those_of_the_whole_assignment(
     """In their final types, for any number of ranks, with rows that take no part."""
     options: dict[str, Any] = {"labels_per_sample": 3, "algorithm": algorithm, "method": method}
     written = []
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         tree = make_run(tmp_path / str(world_size), tmp_path / "shards", **options)
         (directory,) = set(ranks(world_size, labels_and_similarities, tree))
         written.append(contents(tmp_path / str(world_size)))
-    assert written[1] == written[0] and written[2] == written[0]
+    assert written[1] == written[0]
     embeddings = sorted((tmp_path / "1/stage_0/embeddings").glob("*.npy"))
     near = assign(
         RowBlocks(RowStore(embeddings)),

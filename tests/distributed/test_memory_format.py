@@ -30,7 +30,7 @@ TOWER: dict[str, Any] = tiny.MODEL | {  # with depthwise convolutions
 
 
 def steps(name: str, memory_format: MemoryFormat) -> tuple[list[float], dict[str, Any], list[str]]:
-    """Losses of 20 steps in float64, weights and statistics after them, and warnings."""
+    """Losses of six steps in float64, weights and statistics after them, and warnings."""
     torch.set_num_threads(1)
     model = load_towers(tiny.of_few_ids(TOWER), seed=1).train()
     model.memory_format = memory_format
@@ -46,7 +46,7 @@ def steps(name: str, memory_format: MemoryFormat) -> tuple[list[float], dict[str
             blocks=model.blocks(),
             precision="float64",
         )
-        losses = train(engine, range(20), torch.float64)
+        losses = train(engine, range(6), torch.float64)
     state = {n: v for n, v in whole(engine.state_dict()).items() if n.startswith("model.")}
     return losses, state, [str(warning.message) for warning in told]
 

@@ -33,7 +33,7 @@ DECAY, STEPS, LR = 40.0, 6, 1e-3
 def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any) -> Engine:
     """A small ViT with a trained temperature of the objective's own."""
     torch.set_num_threads(1)
-    model = load_towers(tiny.of_few_ids(tiny.MODEL), seed=1).train()
+    model = load_towers(tiny.of_few_ids(tiny.ONE_BLOCK), seed=1).train()
     model.clip.logit_scale.requires_grad_(False)  # the objective has its own
     dtype = torch.float64 if precision == "float64" else torch.float32
     objective = InfoNCE("captions", Temperature(Learnable(), dtype))
@@ -67,17 +67,6 @@ def test_it_is_the_definition_and_leaves_the_objective_alone() -> None:
         other.step()
     assert_close(whole(other.state_dict()), whole(engine.state_dict()), 1e-12)
     assert other.module.get_parameter("objective.temperature.log_scale").item() != 0.0
-
-
-def test_it_keeps_weights_near_the_start() -> None:
-    distances = []
-    for decay in (0.0, 0.5 / LR):
-        engine = make_engine("ddp", "fp32", decay)
-        start = whole(engine.local_parameters())
-        train(engine, range(STEPS))
-        end = whole(engine.local_parameters())
-        distances.append(sum(np.square(end[n] - start[n]).sum() for n in start))
-    assert distances[1] < 0.5 * distances[0]
 
 
 def resumed(name: str) -> bool:
