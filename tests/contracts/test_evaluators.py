@@ -27,7 +27,7 @@ from tests.distributed.conftest import here
 from tests.matrix import kept
 from tests.planted import PlantedEncoder, planted
 
-NUM_SEEDS = 40
+NUM_SEEDS = 24
 FEW_DRAWS = 200  # of an interval of a ranking, whose width is tests/unit/eval/test_outcomes.py's
 ONE_LINE = (ValueError, FileNotFoundError)
 

@@ -274,7 +274,8 @@ def test_samples_of_shards_are_indexed_or_counted(name: str, tmp_path: Path) -> 
         path = write_tar(tmp_path / f"{number}.tar", members)
         if not members:
             path.write_bytes(POINTER)
-    tree = {"sources": {"s": {"shards": str(tmp_path / "*.tar")}}, "max_bad_fraction": 0.5}
+    tree = {"sources": {"s": {"shards": str(tmp_path / "*.tar")}}}
+    tree |= {"max_bad_fraction": 0.5, "index_workers": 1}
     found = index.run(config.from_tree({"run_dir": str(tmp_path / "r"), "data": tree}), SINGLE)
     findings = read_manifest(found.directory, KIND).counts["findings"]
     assert {reason: entry["count"] for reason, entry in findings.items()} == counts

@@ -249,40 +249,29 @@ def state(path: Path) -> dict[str, tuple[str, int]]:
     return {name: (digest, (path / name).stat().st_mtime_ns) for name, digest in digests.items()}
 
 
-def test_what_is_finished_is_skipped(folder: Path, verb: Verb) -> None:
-    before = state(folder / "run" / verb.artifact)
-    verb.call(folder)
-    assert state(folder / "run" / verb.artifact) == before
-
-
 @pytest.mark.parametrize("verb", CHANGED, indirect=True)
-def test_other_settings_stop_with_the_field_and_both_values(folder: Path, verb: Verb) -> None:
-    before = state(folder / "run" / verb.artifact)
+def test_other_settings_stop_with_the_field_and_both_values_or_move_it_aside(
+    folder: Path, verb: Verb
+) -> None:
+    path = folder / "run" / verb.artifact
+    before = state(path)
     line = refused(folder, verb, verb.change)
     assert re.search(verb.differs, line) and "--force" in line, line
-    assert str(folder / "run" / verb.artifact) in line
-    assert state(folder / "run" / verb.artifact) == before
+    assert str(path) in line and state(path) == before
+    verb.call(folder, verb.change, force=Remake.UNFIT)
+    assert is_finished(path) and state(path.with_name(f"{path.name}.old-1")) == before
 
 
-def test_force_makes_what_is_finished_again(folder: Path, verb: Verb) -> None:
+def test_what_is_finished_is_skipped_or_made_again(folder: Path, verb: Verb) -> None:
     """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
     path = folder / "run" / verb.artifact
     before, digest = state(path), json.loads((path / MANIFEST).read_text())["digest"]
-    verb.call(folder, force=Remake.UNFIT)
-    assert state(path) == before
+    for force in (Remake.NOTHING, Remake.UNFIT):
+        verb.call(folder, force=force)
+        assert state(path) == before
     verb.call(folder, force=Remake.ALL)
     assert json.loads((path / MANIFEST).read_text())["digest"] == digest  # what is made of it fits
     assert state(path.with_name(f"{path.name}.old-1")) == before
-
-
-@pytest.mark.parametrize("verb", CHANGED, indirect=True)
-def test_force_moves_one_of_other_settings_aside(folder: Path, verb: Verb) -> None:
-    path = folder / "run" / verb.artifact
-    before = state(path)
-    verb.call(folder, verb.change, force=Remake.UNFIT)
-    assert is_finished(path) and state(path.with_name(f"{path.name}.old-1")) == before
-    verb.call(folder, verb.change)
-    assert not path.with_name(f"{path.name}.old-2").exists()
 
 
 def test_what_was_begun_is_resumed(folder: Path, verb: Verb) -> None:

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests import tiny
@@ -82,8 +81,6 @@ def test_model_that_nobody_knows(shell: Shell, config: Path, tmp_path: Path) -> 
     command = ["run", "--config", config, f"run_dir={run_dir}", "model.name=ViT-XXL"]
     assert_refused(shell(*command), "ViT-XXL")
     assert not files(run_dir)
-    for verb in (["index"], ["train", "--stage", "0"]):
-        shell.ok(*verb, "--config", config, f"run_dir={run_dir}")
 
 
 def test_a_batch_of_one_has_no_variance(shell: Shell, config: Path, tmp_path: Path) -> None:
@@ -151,15 +148,6 @@ def test_refused_in_the_middle(
     assert files(tmp_path) == before
 
 
-def test_corrected_settings_go_on_without_force(
-    shell: Shell, begun: list[object], tmp_path: Path
-) -> None:
-    no_clusters(tmp_path / "run")
-    shell.refused("cluster", "--stage", "0", *begun, "cluster.num_clusters=500")
-    shell.refused("train", "--stage", "1", *begun, "train.global_batch=500")
-    shell.through(*begun, verbs=("cluster --stage 0", "train --stage 1"))
-
-
 def test_labels_of_another_index(shell: Shell, begun: list[object], tmp_path: Path) -> None:
     """Shards were added after clustering, which is refused at first: every row of what was made
     before is out of date."""
@@ -178,10 +166,6 @@ def test_labels_of_another_index(shell: Shell, begun: list[object], tmp_path: Pa
     }.items():
         assert_refused(shell(*command.split(), *begun, added), *words)
         assert files(run_dir) == before
-    verbs = ("embed --stage 0", "cluster --stage 0")
-    shell.through(*begun, added, "--force", verbs=verbs)
-    labels = np.load(run_dir / "stage_1/pseudo_labels/pseudo_labels.npy")
-    assert labels.shape == (240, 1)
 
 
 def test_shard_that_vanished(shell: Shell, begun: list[object], data: Path, tmp_path: Path) -> None:
@@ -193,7 +177,6 @@ def test_shard_that_vanished(shell: Shell, begun: list[object], data: Path, tmp_
     finally:
         away.rename(shard)
     assert not (tmp_path / "run/stage_1/train/manifest.json").exists()
-    shell.ok("train", "--stage", "1", *begun)
 
 
 @in_soak

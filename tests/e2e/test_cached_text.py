@@ -16,8 +16,8 @@ from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak
 
-STEPS = 20
-NUM_SAMPLES = 96  # four steps an epoch: five epochs draw both captions of most samples
+STEPS = 8
+NUM_SAMPLES = 48  # two steps an epoch: four epochs draw both captions of most samples
 
 
 def samples() -> Iterator[PackedSample]:
@@ -81,7 +81,6 @@ def test_float32_embeddings_give_the_same_losses(
     shutil.copytree(labelled, tmp_path / "run")
     found = losses(shell, options, tmp_path / "run")
     np.testing.assert_allclose(found, on_the_fly, rtol=1e-5)
-    print(f"largest relative deviation, float32: {np.abs(found / on_the_fly - 1).max():.1e}")
 
 
 @in_soak
@@ -97,5 +96,4 @@ def test_float16_embeddings_deviate_little(
     shell.ok("embed", "--stage", "0", *options, f"run_dir={run_dir}", half)
     found = losses(shell, options, run_dir, half)
     deviation = np.abs(found / on_the_fly - 1).max()
-    print(f"largest relative deviation, float16: {deviation:.1e}")
     assert 0.0 < deviation < 1e-3

@@ -32,7 +32,7 @@ CONTROLS = ("ungrouped", "random_groups")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data and a run whose pseudo labels of stage 1 are there."""
     folder = tmp_path_factory.mktemp("labels")
-    tiny.make_data(folder / "data")
+    tiny.make_data(folder / "data", num_samples=96)
     options = make_config(folder, folder / "run")
     index.run(options, SINGLE)
     export.stage(options, SINGLE, stage=0)
@@ -57,10 +57,10 @@ def make_config(labels: Path, run_dir: Path, *overrides: str) -> Config:
     return tiny.make_config(run_dir, labels / "data", *own, controls, *overrides)
 
 
-def labelled(labels: Path, run_dir: Path, policy: str) -> Config:
+def labelled(labels: Path, run_dir: Path, policy: str, *overrides: str) -> Config:
     """A copy of the run with the labels, to be trained under ``policy``."""
     shutil.copytree(labels / "run", run_dir)
-    return make_config(labels, run_dir, f"train.plan.policy={policy}")
+    return make_config(labels, run_dir, f"train.plan.policy={policy}", *overrides)
 
 
 @pytest.mark.parametrize("policy", ["drop", "wrap"])
@@ -93,7 +93,7 @@ def test_a_control_waits_for_what_it_controls(labels: Path, tmp_path: Path) -> N
 
 def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
     """Captions and augmented pictures of a sample are equal, bit for bit; its batch is another."""
-    options = labelled(labels, tmp_path / "run", "backoff")
+    options = labelled(labels, tmp_path / "run", "backoff", "train.epochs=1")
     train.run(options, SINGLE, stage=1)
     views = {}
     for variant in ("mcl", *CONTROLS):

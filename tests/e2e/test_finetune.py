@@ -9,6 +9,7 @@ import pytest
 from mclclip import Run
 from tests import photos, tiny
 from tests.e2e.conftest import KillAfter, Shell
+from tests.matrix import in_soak
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def words(pictures: Path, out: Path, *more: str) -> list[str | Path]:
     return ["finetune", pictures, "--captions", table, *given]
 
 
-@pytest.mark.slow
+@in_soak
 def test_killed_and_called_again_it_ends_with_the_same_bits(
     shell: Shell, pictures: Path, tmp_path: Path
 ) -> None:

@@ -91,19 +91,17 @@ def test_two_ranks_write_the_same_cache_and_train_on_the_same_batches(
     shell: Shell, prepared_run: Path, tmp_path: Path
 ) -> None:
     batches = {name: RecordBatches(tmp_path / f"{name}_batches") for name in ("one", "two")}
-    ended = {}
+    losses = {}
     for name, ranks in (("one", 1), ("two", 2)):
         options = prepared(prepared_run, tmp_path / name)
         shell.through(*options, verbs=LABELS, ranks=ranks)
         shell.ok("train", "--stage", "1", *options, ranks=ranks, inside=batches[name])
-        shell.ok("export", "--stage", "1", *options)
-        shell.ok("embed", "--stage", "1", *options, ranks=ranks)
-        paths = sorted((tmp_path / name / "stage_1/embeddings").glob("*.npy"))
-        ended[name] = np.concatenate([np.load(path) for path in paths])
+        rows = tiny.rows(tmp_path / name / "stage_1/train/metrics.jsonl")
+        losses[name] = [row["loss"] for row in rows]
     assert written(tmp_path / "one") == written(tmp_path / "two")
     expected = batches["one"].sample_ids()
     np.testing.assert_array_equal(batches["two"].sample_ids(ranks=2), expected)
-    np.testing.assert_allclose(ended["two"], ended["one"], atol=2e-5)
+    np.testing.assert_allclose(losses["two"], losses["one"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("engine", kept(["fsdp", "deepspeed"]))
@@ -135,21 +133,21 @@ def test_a_killed_training_resumes_to_the_same_bits(
     assert ended[0] == ended[1] and ended[0]
 
 
-def test_run_makes_it_and_every_stage_and_control_starts_from_it(
+def test_run_makes_it_and_the_stage_and_its_control_start_from_it(
     shell: Shell, tmp_path: Path
 ) -> None:
-    data = tiny.make_data(tmp_path / "data", num_samples=96)
+    data = tiny.make_data(tmp_path / "data", num_samples=48)
     more = (
-        "base=null", "num_stages=2", "train.steps=2", "export.concat=[]", "export.soup=false",
+        "base=null", "num_stages=1", "train.steps=2", "export.concat=[]", "export.soup=false",
         "controls=[ungrouped]",
     )  # fmt: skip
     path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
     run = ("run", "--config", str(path), "image_rows.enabled=true")
     done = shell.ok(*run)
-    assert done.stderr.count("starts from what the frozen part of the image tower made of") == 4
+    assert done.stderr.count("starts from what the frozen part of the image tower made of") == 2
     # A finished run does not need the rows any more.
     rows = [*(tmp_path / "run/stage_0/image_rows").glob("*.npy")]
-    assert len(rows) == 2
+    assert len(rows) == 1
     for path in rows:
         path.unlink()
     shell.ok(*run)

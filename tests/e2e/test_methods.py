@@ -15,7 +15,7 @@ from mclclip.checkpoint import step_files
 from mclclip.eval import results
 from tests import tiny, views
 from tests.e2e.conftest import KillAfter, Shell
-from tests.matrix import in_soak, kept
+from tests.matrix import in_soak
 
 STEPS = 4
 VIEWS = "between: views, temperature: 0.5"
@@ -95,8 +95,8 @@ def test_mistakes_are_one_line(
     assert message in shell.refused("run", "--config", where, "num_stages=0", changes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", kept([*OBJECTIVES], 3))
+@in_soak
+@pytest.mark.parametrize("method", OBJECTIVES)
 def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
     where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
     shell.ok("run", "--config", where)

@@ -22,37 +22,32 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Offline:
-    """Keeps wandb from the network and gives MLflow a ``store`` on the disk; after the
-    ``leave_after``-th update the process is asked to leave."""
+class LeaveAfter:
+    """Keeps wandb from the network; after the n-th update the process is asked to leave."""
 
-    store: str
-    leave_after: int = 0
+    count: int
 
     def __call__(self) -> None:
         from mclclip.engines.engine import Engine
 
         os.environ["WANDB_MODE"] = "offline"
-        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
-        os.environ["MLFLOW_TRACKING_URI"] = self.store
-        at_call(Engine, "update", self.leave_after, Send(signal.SIGUSR1))
+        at_call(Engine, "update", self.count, Send(signal.SIGUSR1))
 
 
 @pytest.fixture(scope="module")
 def trained(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a training that was pre-empted once, and its whole log."""
     folder = tmp_path_factory.mktemp("observability")
-    names = ("mlflow", "tensorboard", "wandb")
+    names = ("tensorboard", "wandb")
     installed = [name for name in names if importlib.util.find_spec(name) is not None]
     config = tiny.write_config(
         folder / "config.yaml", folder / "run", data, *OPTIONS, f"track={json.dumps(installed)}"
     )
     shell.ok("index", "--config", config)
-    store = (folder / "mlflow").as_uri()
     train = ["train", "--stage", 0, "--config", config]
-    first = shell(*train, ranks=2, inside=Offline(store, leave_after=4))
+    first = shell(*train, ranks=2, inside=LeaveAfter(4))
     assert first.code == PREEMPTED, first.stderrs
-    second = shell.ok(*train, ranks=2, inside=Offline(store))
+    second = shell.ok(*train, ranks=2, inside=LeaveAfter(0))
     return folder / "run" / "stage_0" / "train", first.stderr + second.stderr
 
 
@@ -89,19 +84,6 @@ def test_tensorboard_shows_each_point_once(trained: tuple[Path, str]) -> None:
     events = loading.EventAccumulator(str(trained[0] / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, STEPS + 1))
-
-
-def test_mlflow_has_one_run_with_each_row_once(trained: tuple[Path, str]) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    run_id = (trained[0] / "mlflow" / "run_id").read_text()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        client = mlflow.MlflowClient((trained[0].parents[2] / "mlflow").as_uri())
-        points = client.get_metric_history(run_id, "loss")
-        (run,) = client.search_runs([client.get_experiment_by_name("mclclip").experiment_id])
-    losses = [row["loss"] for row in tiny.rows(trained[0] / "metrics.jsonl")]
-    assert [(p.step, p.value) for p in points] == [*enumerate(losses, start=1)]
-    assert run.info.run_id == run_id and run.info.status == "FINISHED"
 
 
 def test_wandb_has_one_run_whose_rows_are_on_disk(trained: tuple[Path, str]) -> None:

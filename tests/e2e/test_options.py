@@ -46,15 +46,15 @@ def plain(
     "options",
     kept(
         [
-            ["train.engine.micro_batch=5"],
-            ["train.engine.grad_checkpointing=true"],
+            [
+                "train.engine={micro_batch: 5, grad_checkpointing: true}",
+                "train.checkpoint={asynchronous: true, every: 1}",
+            ],
             ["train.engine.name=fsdp"],
-            ["train.checkpoint.asynchronous=true", "train.checkpoint.every=1"],
         ],
         0,
-        2,
     ),
-    ids=lambda options: options[0],
+    ids=["cached", "fsdp"],
 )
 def test_how_a_step_runs_changes_no_weights(
     shell: Shell, based: Any, plain: dict[str, torch.Tensor], tmp_path: Path, options: list[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -139,7 +140,7 @@ def test_the_first_interrupt_saves_and_the_same_command_goes_on(
     assert weights(tmp_path / "run") == undisturbed(1)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", kept([0, 1], 0))
 def test_a_signal_while_waiting_for_a_late_rank(
     shell: Shell, indexed: Any, tmp_path: Path, late: int
 ) -> None:
@@ -150,11 +151,11 @@ def test_a_signal_while_waiting_for_a_late_rank(
 
 
 def test_a_signal_outside_of_training_leaves_at_once(
-    shell: Shell, indexed: Any, tmp_path: Path
+    shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path
 ) -> None:
-    shutil.copytree(indexed[1], tmp_path / "run")
+    assert undisturbed(1)
+    shutil.copytree(indexed[1].with_name("undisturbed_1"), tmp_path / "run")
     command = ["export", "--stage", 0, "--config", indexed[0], f"run_dir={tmp_path / 'run'}"]
-    shell.ok(*train(indexed[0], tmp_path / "run"))
     left = shell(*command, inside=signal_in_export)
     assert left.code == 85 and "Traceback" not in left.stderr
     assert state_of(tmp_path / "run")["state"] == "preempted"
@@ -173,20 +174,27 @@ def signal_in_export() -> None:
     setattr(Model, "save", write)  # noqa: B010
 
 
-def test_save_now_saves_and_goes_on(shell: Shell, indexed: Any, tmp_path: Path) -> None:
-    request = tmp_path / "run" / "save_now"
-    inside, kept_all = After(2, Touch(request), (0,)), "base.checkpoint={every: 100, keep_every: 1}"
-    done = disturbed(shell, indexed, tmp_path, ranks=2, inside=inside, options=[kept_all])
-    assert done.code == 0, done.stderrs
-    assert not request.exists()
-    steps = step_files.steps(tmp_path / "run/stage_0/train/checkpoints")
-    assert len(steps) == 2 and steps[0] in (3, 4) and steps[1] == STEPS
+@dataclass(frozen=True)
+class TouchTwo:
+    """Asks to save after the second update, and to stop after the fifth."""
+
+    run_dir: Path
+
+    def __call__(self) -> None:
+        for count, name in ((2, "save_now"), (5, "stop")):
+            After(count, Touch(self.run_dir / name), (0,))()
 
 
-def test_stop_leaves_for_good(shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path) -> None:
-    request = tmp_path / "run" / "stop"
-    left = disturbed(shell, indexed, tmp_path, ranks=2, inside=After(2, Touch(request), (0,)))
-    assert left.code == 85 and not request.exists()
+def test_save_now_saves_and_goes_on_and_stop_leaves_for_good(
+    shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path
+) -> None:
+    every = "base.checkpoint={every: 100, keep_every: 1}"
+    inside = TouchTwo(tmp_path / "run")
+    left = disturbed(shell, indexed, tmp_path, ranks=2, inside=inside, options=[every])
+    assert left.code == 85, left.stderrs
+    assert not [*(tmp_path / "run").glob("s[at][vo]*")]
+    saved = step_files.steps(tmp_path / "run/stage_0/train/checkpoints")
+    assert len(saved) == 2 and saved[0] in (3, 4) and saved[1] in (6, 7)
     assert state_of(tmp_path / "run")["requeue"] is False
     shell.ok(*train(indexed[0], tmp_path / "run"), ranks=2)
     assert weights(tmp_path / "run") == undisturbed(2)
@@ -202,15 +210,35 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
     assert weights(tmp_path / "run") == undisturbed(1)
 
 
-def test_a_killed_rank_ends_the_other_and_the_same_command_goes_on(
-    shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path
+@dataclass(frozen=True)
+class StandStill:
+    """The process stops, and is killed once another rank has ended the run."""
+
+    state: Path
+
+    def __call__(self) -> None:
+        me, state = os.getpid(), f"{self.state} 2>/dev/null"
+        kill = f"while ! grep -q failed {state}; do sleep 0.1; done; kill -9 {me}"
+        subprocess.Popen(["sh", "-c", kill], start_new_session=True)
+        os.kill(me, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_other_and_the_same_command_goes_on(
+    shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path, number: int
 ) -> None:
-    inside = After(3, ask(signal.SIGKILL), (1,))
-    left = disturbed(shell, indexed, tmp_path, ranks=2, inside=inside)
+    """By its closed connection, or by the limit of the process group where it only stands still."""
+    act: Callable[[], None] = ask(signal.SIGKILL)
+    if number == signal.SIGSTOP:
+        act = StandStill(tmp_path / "run/run_state.json")
+    call: dict[str, Any] = {"ranks": 2, "inside": After(3, act, (1,)), "timeout_s": 300.0}
+    left = disturbed(shell, indexed, tmp_path, options=["peer_timeout_s=6"], **call)
     assert left.codes == [1, -signal.SIGKILL] and "Traceback" not in left.stderr, left.stderrs
     (line,) = left.complaints()
     assert "another rank" in line and "in step" in line, line
+    assert ("peer_timeout_s" in line) is (number == signal.SIGSTOP)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["requeue"]) == ("failed", True)
-    shell.ok(*train(indexed[0], tmp_path / "run"), ranks=2)
-    assert weights(tmp_path / "run") == undisturbed(2)
+    if number == signal.SIGKILL:
+        shell.ok(*train(indexed[0], tmp_path / "run"), ranks=2)
+        assert weights(tmp_path / "run") == undisturbed(2)

@@ -17,12 +17,18 @@ from tests.e2e.conftest import KillAfter, Shell
 
 REMEDIES = ("mcl", "ungrouped", "ifm")
 OPTIONS = ("num_stages=1", "base.steps=2", "train.steps=2", "export.concat=[stage_norm]",
-           "export.soup=false", "cluster.num_clusters=2", "train.checkpoint.every=1")  # fmt: skip
+           "export.soup=false", "cluster.num_clusters=2", "train.checkpoint.every=1",
+           "model.name.vision_cfg.layers=1", "train.lock.image_blocks=1")  # fmt: skip
 
 
 def words(folder: Path, *more: object) -> tuple[object, ...]:
     config = ("race", "--config", folder / "config.yaml")
     return (*config, "--remedies", *REMEDIES, "--seeds", 3, 4, *more)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=48)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,6 @@ def finished(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-@pytest.mark.slow
 def test_all_remedies_share_one_base_and_see_as_many_samples(finished: Path) -> None:
     race = finished / "race"
     for seed in (3, 4):
