@@ -504,7 +504,7 @@ COMPARED = dict.fromkeys(
     0,
 ) | {"info_nce": 2, "moco": 1, "mlcd": 1}  # fmt: skip
 """Cases of ``make test`` with their places in RANKS; they reach all collectives of objectives."""
-ALIKE = {"ifm", "nt_xent", "single_label", "mlc", "distill"}
+ALIKE = {"ifm", "nt_xent", "single_label", "mlc", "preserve", "distill"}
 """Kinds whose collectives are those of ``hcl``, ``supcon``, ``mlcd`` or a sum in COMPARED. (Lazy
 ``mlc`` is in ``distributed/test_class_centers.py``.)"""
 

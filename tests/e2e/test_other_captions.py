@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mclclip.data.sample_index import SampleIndex
 from tests import tiny
 from tests.e2e.conftest import Shell
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=48)
 
 
 def test_a_training_on_another_field_is_made_again(

@@ -17,8 +17,7 @@ from tests.e2e.conftest import KillAfter, Shell
 
 REMEDIES = ("mcl", "ungrouped", "ifm")
 OPTIONS = ("num_stages=1", "base.steps=2", "train.steps=2", "export.concat=[stage_norm]",
-           "export.soup=false", "cluster.num_clusters=2", "train.checkpoint.every=1",
-           "model.name.vision_cfg.layers=1", "train.lock.image_blocks=1")  # fmt: skip
+           "export.soup=false", "cluster.num_clusters=2", "train.checkpoint.every=1")  # fmt: skip
 
 
 def words(folder: Path, *more: object) -> tuple[object, ...]:
