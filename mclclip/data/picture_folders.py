@@ -148,10 +148,11 @@ def _folder_elsewhere(
     Raises ValueError if there is no such.
     """
     base, folders = os.path.abspath(root), set[str]()
-    files = walk(root, roots, Findings())
+    names = [name for name in map(_plain_path, names) if _ABSOLUTE.match(name)]
+    files = walk(root, roots, Findings()) if names else ()
     here = {name for path in files for name in (path.name, path.stem)}
-    for name in map(_plain_path, names):
-        if not _ABSOLUTE.match(name) or name.rpartition("/")[2] not in here:
+    for name in names:
+        if name.rpartition("/")[2] not in here:
             continue
         if any(os.path.isfile(file_at(base, name.removeprefix(f))) for f in folders):
             continue
