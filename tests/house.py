@@ -33,17 +33,17 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_995,
-    "functions": 2_771,
-    "functions of two lines or fewer": 777,
-    "classes": 339,
+    "lines": 32_829,
+    "functions": 2_751,
+    "functions of two lines or fewer": 772,
+    "classes": 335,
     "dataclasses": 185,
-    "options": 193,
-    "arrows between rooms": 330,
+    "options": 192,
+    "arrows between rooms": 329,
     "empty names": 3,
     "riddling docstrings": 0,
-    "lines of the average plugin": 103,
-    "lines of tests": 52_811,
+    "lines of the average plugin": 96,
+    "lines of tests": 52_790,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
