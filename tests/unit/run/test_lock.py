@@ -212,16 +212,16 @@ import os, sys, time
 from mclclip.run.lock import RunLock
 RunLock(sys.argv[1]).take()
 if os.fork() == 0:
+    print("forked", flush=True)  # it has closed what its parent locks
     time.sleep(120)
     os._exit(0)
-print("holding", flush=True)
 time.sleep(120)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    assert said(process) == "holding"
+    assert said(process) == "forked"
     try:
         refused(tmp_path)
         process.kill()
