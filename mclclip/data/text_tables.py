@@ -97,9 +97,8 @@ def csv_format(path: Path, delimiter: str) -> Format:
             reader = _TextRows(file, delimiter)
             try:
                 names = [name.replace("\ufeff", "").strip() for name in reader.header()]
-                pictures = [*map(bool, map(_PICTURE.fullmatch, names))]
-                if any(pictures):
-                    names = _columns_without_header(path, delimiter, pictures)
+                if any(map(_PICTURE.fullmatch, names)):
+                    names = _columns_without_header(path, delimiter, names)
                     file.seek(0)
                     # With tabs a quotation mark at the start need not be closed.
                     reader = _TextRows(file, delimiter, has_quotes=delimiter != "\t")
@@ -142,12 +141,15 @@ def _unquote(cell: str) -> str:
     return match[1].replace('""', '"') if match else cell
 
 
-def _columns_without_header(path: Path, delimiter: str, pictures: Sequence[bool]) -> list[str]:
-    """Returns the names of the columns of a table whose first line has no names but a picture;
-    ``pictures`` says in which cells. Raises ValueError for other than two cells."""
-    if all(pictures) and len(pictures) > 1:
-        raise ValueError(f"{path} has no header, and each cell of its first line names a picture")
-    at, number = pictures.index(True), len(pictures)
+def _columns_without_header(path: Path, delimiter: str, cells: Sequence[str]) -> list[str]:
+    """Returns the names of the columns of a table whose first line has no names but a picture; its
+    ``cells`` are given. Raises ValueError for other than two cells, and for two pictures."""
+    pictures = [at for at, cell in enumerate(cells) if _PICTURE.fullmatch(cell)]
+    # A caption may end with the name of a picture.
+    pictures = [at for at in pictures if " " not in cells[at]] or pictures
+    if len(pictures) > 1:
+        raise ValueError(f"{path} has no header, and its first line names several pictures")
+    at, number = pictures[0], len(cells)
     columns = [f"column_{place}" for place in range(1, number + 1)]
     columns[at] = "filepath"
     if number > 1:
