@@ -33,9 +33,9 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_829,
+    "lines": 32_825,
     "functions": 2_751,
-    "functions of two lines or fewer": 772,
+    "functions of two lines or fewer": 771,
     "classes": 335,
     "dataclasses": 185,
     "options": 192,
@@ -43,7 +43,7 @@ CEILINGS = {
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 96,
-    "lines of tests": 52_790,
+    "lines of tests": 52_802,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -52,18 +52,16 @@ def objects_of(content: Any) -> Any:
         return content
     lists = [v for v in content.values() if isinstance(v, list) and any(map(_is_object, v))]
     if lists:
-        others = [v for n, v in content.items() if v is not lists[0] and not _is_scalar(n, v)]
-        return content if others or not is_list_of_objects(lists[0]) else lists[0]
+        # Beside a list there may be facts such as a version, but no captions that would be lost.
+        others = [name for name, value in content.items() if value is not lists[0]]
+        facts = [name for name in others if not isinstance(content[name], list | dict)]
+        is_alone = facts == others and not any(suffix_of(n) in PICTURE_SUFFIXES for n in facts)
+        return lists[0] if is_alone and is_list_of_objects(lists[0]) else content
     objects = {n: v if _is_object(v) else {"caption": v} for n, v in content.items()}
     captions = (row["caption"] for name, row in objects.items() if row is not content[name])
     if not all(caption is None or isinstance(caption, str | list) for caption in captions):
         return content
     return [_with_name(name, row) for name, row in objects.items()]
-
-
-def _is_scalar(name: str, value: Any) -> bool:
-    """Returns True for a fact such as the version of a data set, which is no picture's caption."""
-    return suffix_of(name) not in PICTURE_SUFFIXES and not isinstance(value, list | dict)
 
 
 def _is_object(value: Any) -> bool:

@@ -189,22 +189,22 @@ def _path_below(base: str, path: str, name: str) -> str:
     return os.path.relpath(path, base) if path.startswith(base + os.sep) else os.path.normpath(name)
 
 
-def folder_format(folder: Path, roots: Roots, captions: Path | None = None) -> Format:
+def folder_format(folder: Path, roots: Roots, elsewhere: TextsOf | None = None) -> Format:
     """Opens a folder of pictures as a table: the text of ``a.jpg`` is ``a.txt`` or ``a.jpg.txt``.
 
-    ``captions`` is the folder of the texts (None: they lie beside the pictures), see `TextsOf`.
-    Every other file is counted in the findings.
+    ``elsewhere`` are the texts, if they do not lie beside the pictures. Every other file is counted
+    in the findings.
     """
-    elsewhere = None if captions is None else TextsOf(folder, captions, roots)
+    place = folder if elsewhere is None else elsewhere.captions
 
     def texts() -> Iterator[bytes]:
-        for path in walk(captions or folder, roots, Findings()):
+        for path in walk(place, roots, Findings()):
             real = roots.real_path(path) if suffix_of(path) == "txt" else None
             if real is not None and real.is_file() and real.stat().st_size <= MAX_TEXT_BYTES:
                 with suppress(OSError):  # it is counted where its caption is read
                     yield real.read_bytes()
 
-    form = form_of_texts(texts(), str(captions or folder))
+    form = form_of_texts(texts(), str(place))
 
     def rows(findings: Findings) -> Rows:
         files = walk(folder, roots, findings)
@@ -256,7 +256,7 @@ class TextsOf:
         self._texts = {os.path.relpath(path.with_suffix(""), captions): path for path in texts}
         count = Counter(path.stem for path in texts)
         self._unique = {path.stem: path for path in texts if count[path.stem] == 1}
-        files = [path for path in walk(pictures, roots, Findings())]
+        files = walk(pictures, roots, Findings())
         self.files = [path for path in files if suffix_of(path) in PICTURE_SUFFIXES]
         self._ends = Counter(end for path in self.files for end in self._ends_of(path))
 

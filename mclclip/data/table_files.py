@@ -21,7 +21,7 @@ from mclclip.data.text_tables import is_table
 from mclclip.util.files import Roots
 
 _FEW = 100  # so many texts of a folder are looked at
-_TABLES = (*DELIMITERS, *LINES, ".json")
+_TABLES = (*(suffix for suffix in DELIMITERS if suffix != ".txt"), *LINES, ".json", ".parquet")
 _SHARDED = (".arrow", ".tar", ".parquet")  # the first kind in a folder is read
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 # The number of a file, such as -00001-of-00007, and the hash that Spark or the hub puts behind it.
@@ -75,8 +75,8 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     ):
         return []
     sharded = next((by_suffix[suffix] for suffix in _SHARDED if suffix in by_suffix), [])
-    by_suffix[".txt"] = _tables_among(by_suffix.get(".txt", []), roots)
-    tables = [path for suffix in (*_TABLES, ".parquet") for path in by_suffix.get(suffix, [])]
+    tables = [path for suffix in _TABLES for path in by_suffix.get(suffix, [])]
+    tables += _tables_among(sorted(texts), roots)
     stems = {path.stem for path in pictures}
     elsewhere = {path.parent for path in texts if path.stem in stems}
     if pictures:
@@ -100,12 +100,7 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
         return _one_split(folder, sharded, ask)
     if tables:
         raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
-    by_suffix[".txt"] = sorted(texts)
-    there = [
-        f"{len(paths)} {suffix or 'without a suffix'}"
-        for suffix, paths in by_suffix.items()
-        if paths
-    ]
+    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
     facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
     raise ValueError(
         f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
@@ -123,21 +118,20 @@ def _tables_among(texts: Sequence[Path], roots: Roots) -> list[Path]:
     return tables
 
 
-def refuse_other_than_texts(pictures: Path, folder: Path, roots: Roots, ask: Ask) -> None:
-    """Raises ValueError if a folder of captions holds a table of them, or none of the ``pictures``'
-    texts."""
-    elsewhere = TextsOf(pictures, folder, roots)
-    if any(map(elsewhere.of, elsewhere.files)):
+def refuse_other_than_texts(texts: TextsOf, ask: Ask) -> None:
+    """Raises ValueError if a folder of captions holds none of the pictures' texts; the message
+    names a table in it, if there is one."""
+    if any(map(texts.of, texts.files)):
         return
-    files = [*walk(folder, roots, Findings())]
-    texts = [path for path in files if path.suffix.lower() == ".txt"]
-    tables = [path for path in files if path.suffix.lower() in (*_TABLES, ".parquet")]
-    tables = [path for path in tables if path not in texts] + _tables_among(texts, roots)
+    files = [*walk(texts.captions, texts.roots, Findings())]
+    tables = [path for path in files if path.suffix.lower() in _TABLES]
+    alone = [path for path in files if path.suffix.lower() == ".txt"]
+    tables += _tables_among(alone, texts.roots)
     if tables:
-        raise ask(f"{folder} holds the table {tables[0].name}", "--captions", tables[0])
+        raise ask(f"{texts.captions} holds the table {tables[0].name}", "--captions", tables[0])
     raise ValueError(
-        f"none of the {len(texts)} texts in {folder} has the name of a picture in {pictures}, such "
-        "as a.txt for a.jpg"
+        f"none of the {len(alone)} texts in {texts.captions} has the name of a picture in "
+        f"{texts.pictures}, such as a.txt for a.jpg"
     )
 
 

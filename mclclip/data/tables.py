@@ -23,7 +23,7 @@ from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.hub_tables import open_split
 from mclclip.data.json_captions import json_format
-from mclclip.data.picture_folders import folder_format, walk
+from mclclip.data.picture_folders import TextsOf, folder_format, walk
 from mclclip.data.shard_writer import image_extension
 from mclclip.data.table_files import find_files, refuse_other_than_texts
 from mclclip.data.table_formats import (
@@ -202,8 +202,9 @@ def _open_files(
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
     if captions is not None and captions.is_dir():
         roots = Roots(source, captions, *allow_roots)
-        refuse_other_than_texts(source, captions, roots, ask)
-        return source, [], folder_format(source, roots, captions), None
+        texts = TextsOf(source, captions, roots)
+        refuse_other_than_texts(texts, ask)
+        return source, [], folder_format(source, roots, texts), None
     files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent
     kind = _kind(files[0], delimiter) if files else "folder"

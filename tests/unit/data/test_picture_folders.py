@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mclclip.data.picture_folders import explain_missing
+from mclclip.data.picture_folders import explain_missing, folder_format
+from mclclip.util.files import Roots
 
 NFC, NFD = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
 
@@ -39,3 +40,14 @@ def test_nothing_is_said_of_a_name_that_nothing_is_near(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     for name in ("a.jpg", "b.jpg", "sub/a.jpg", "", "..", "a.jpg/b"):
         assert explain_missing(tmp_path, name) is None
+
+
+@pytest.mark.parametrize(("text", "warns"), [("0 0.5 0.5 0.1 0.1", True), ("2 dogs", False)])
+def test_texts_of_numbers_alone_may_be_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, warns: bool
+) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.jpg").touch()
+        (tmp_path / f"{number}.txt").write_text(text)
+    folder_format(tmp_path, Roots(tmp_path))
+    assert any(record.levelname == "WARNING" for record in caplog.records) == warns

@@ -144,7 +144,9 @@ def test_a_real_tower_through_the_suite(tmp_path: Path) -> None:
     encoder = Encoder([load_towers(CONFIGS / "tiny_vit.json", seed=1)])
     suite = {
         "pooled": BenchmarkConfig("linear_probe", str(root), {"feature": "pooled"}),
-        "fixed": BenchmarkConfig("linear_probe", str(root), {"strength": 1}),
+        "fixed": BenchmarkConfig(
+            "linear_probe", str(root), {"strength": "1e0"}
+        ),  # a text, as YAML reads it
         "knn": BenchmarkConfig("knn", str(root), {"feature": "pooled", "weights": "similarity"}),
     }
     rows = evaluation.SuiteJudge(suite).measure(encoder, tmp_path / "results.jsonl", "random")
