@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
@@ -223,19 +224,17 @@ CHUNK_BYTES = 128 * 2**20
 
 def rank_queries(
     queries: Features,
-    query_image: IntArray,
     candidates: Features,
-    candidate_image: IntArray,
+    is_right: csr_array,
     *,
     context: Context = SINGLE,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[IntArray, IntArray]:
     """For each query, the rank of its best right candidate by cosine, in bounded memory.
 
-    ``queries`` [Q, E] and ``candidates`` [C, E] are unit rows; ``query_image`` [Q] and
-    ``candidate_image`` [C] are numbers of images. A candidate is right if its image is that of the
-    query; every query has one. Returns two int64 [Q], ranks with ties against and for the model
-    (``ranks_with_ties``).
+    ``queries`` [Q, E] and ``candidates`` [C, E] are unit rows. ``is_right``, sparse bool [Q, C],
+    says which candidates are right for a query; at least one is. Returns two int64 [Q], ranks with
+    ties against and for the model (``ranks_with_ties``).
 
     Similarities are float64 sums, rounded to float32, so that equal features tie exactly. The ranks
     of ``context`` share the queries; each holds a few blocks of ``chunk_bytes``, and the candidates
@@ -250,9 +249,8 @@ def rank_queries(
             chunk = slice(start, min(start + step, share.stop))
             left = torch.from_numpy(queries[chunk]).to(context.device, torch.float64)
             near = (left @ right).float().cpu().numpy()
-            is_right = query_image[chunk, None] == candidate_image
             ranks[:, start - share.start : chunk.stop - share.start] = ranks_with_ties(
-                near, is_right
+                near, is_right[chunk].toarray()
             )
         return ranks
 

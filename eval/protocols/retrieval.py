@@ -4,6 +4,8 @@ Source of the protocols: Karpathy and Fei-Fei (CVPR 2015) for the test splits; L
 for COCO val2017 with the first five captions and for the whole of Flickr30k, which MCL reports;
 Thapliyal et al. (EMNLP 2022) for Crossmodal-3600.
 Ties count against the model; if there are any, the figure with ties for the model is reported too.
+With the protocol 'table' equal captions are one caption, which is right for each of their images;
+published protocols tell captions apart by their place.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic.types import PositiveInt
+from scipy.sparse import csr_array
 
 from mclclip.data.samples import tokenize
 from mclclip.eval.captions import (
@@ -29,7 +32,7 @@ from mclclip.eval.captions import (
 )
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, rank_queries
 from mclclip.eval.images import image_items, read_shards
-from mclclip.eval.metrics import chance_at, hits_at
+from mclclip.eval.metrics import IntArray, chance_at, hits_at
 from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Level, Measurement, figure
@@ -116,6 +119,7 @@ def evaluate(
             "prompt": prompt,
             "precision": extractor.precision,
             "ties": "against the model",
+            "equal_captions": "one" if protocol == "table" else "each",
             "num_images": len(data.images),
             "num_captions": len(data.captions),
             "captions_per_image": CAPTION_RULES[protocol].captions_per_image or "all",
@@ -137,28 +141,26 @@ def _recalls(
 ) -> list[Measurement]:
     """The figures of both directions, from the ``features`` of images and captions.
 
-    ``names`` are those of the images. The captions of an image are one unit of the outcomes.
+    ``names`` are those of the images. The captions of an image are one unit of the outcomes; one of
+    several images belongs to the unit of the first.
     """
-    image_features, text_features = features
-    owners = data.caption_image
-    captioned = np.unique(owners)  # images that have a caption
-    units = [names[row] for row in owners]
-    captions = [f"{name}#{row}" for row, name in enumerate(units)]
-    every = np.arange(len(data.images))
+    searched, is_own = _distinct(data, settings["equal_captions"] == "one")
+    image_features, text_features = features[0], features[1][searched]
+    captioned = np.unique(data.caption_image)  # images that have a caption
+    units = [names[row] for row in data.caption_image[searched]]
+    captions = [f"{name}#{row}" for row, name in zip(searched, units, strict=True)]
     figures = []
-    for direction, trials, queries, candidates, items, own_units in (
-        ("image_to_text", "images", (image_features[captioned], captioned), (text_features, owners),
-         [names[row] for row in captioned], None),
-        ("text_to_image", "captions", (text_features, owners), (image_features, every),
-         captions, units),
+    for direction, trials, queries, candidates, is_right, items, own_units in (
+        ("image_to_text", "images", image_features[captioned], text_features,
+         is_own.T.tocsr()[captioned], [names[row] for row in captioned], None),
+        ("text_to_image", "captions", text_features, image_features, is_own, captions, units),
     ):  # fmt: skip
         ranks, optimistic = rank_queries(
-            *queries, *candidates, context=extractor.context, chunk_bytes=chunk_bytes
+            queries, candidates, is_right, context=extractor.context, chunk_bytes=chunk_bytes
         )
         tied = int(np.count_nonzero(ranks != optimistic))
-        right = np.bincount(candidates[1], minlength=len(data.images))[queries[1]]
         protocol = settings | {
-            "num_candidates": len(candidates[0]),
+            "num_candidates": len(candidates),
             "direction": direction,
             "trials": trials,
             "tied_queries": tied,
@@ -167,10 +169,21 @@ def _recalls(
         for (suffix, of), k in product(both.items(), ks):
             level: Level = "detail" if suffix else "headline" if k == min(ks) else "table"
             hits = Outcomes(items, hits_at(of, k), units=own_units)
-            chance = {"chance": round(100 * chance_at(k, len(candidates[0]), right), 2)}
+            right = np.diff(is_right.indptr)  # right candidates of each query
+            chance = {"chance": round(100 * chance_at(k, len(candidates), right), 2)}
             name = f"{direction}/R@{k}{suffix}"
             figures.append(figure(name, hits, protocol | chance, level=level))
     return figures
+
+
+def _distinct(data: ImageTexts, merges: bool) -> tuple[IntArray, csr_array]:
+    """Returns the rows of the captions that are searched, and whose each is: sparse bool [captions,
+    images]. With ``merges`` the first of equal captions is searched, as one of all their images."""
+    first: dict[str, int] = {}
+    numbers = [first.setdefault(t, n) if merges else n for n, t in enumerate(data.captions)]
+    searched, rows = np.unique(numbers, return_inverse=True)
+    entries = (np.ones(len(rows), dtype=bool), (rows, data.caption_image))
+    return searched, csr_array(entries, shape=(len(searched), len(data.images)))
 
 
 def _of_languages(

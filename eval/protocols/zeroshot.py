@@ -17,6 +17,7 @@ from textwrap import shorten
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from mclclip.eval import prompts
 from mclclip.eval.classification import (
@@ -121,8 +122,9 @@ def evaluate(
     if several:
         near = similarity(features, vectors, extractor.context.device)
         return [precision_figure(precisions(near, truth, items, [*names]), len(items), protocol)]
-    rows = np.arange(len(vectors))
-    ranks, optimistic = rank_queries(features, truth, vectors, rows, context=extractor.context)
+    rows = np.arange(len(truth))
+    is_right = csr_array((np.ones(len(rows), bool), (rows, truth)), (len(rows), len(vectors)))
+    ranks, optimistic = rank_queries(features, vectors, is_right, context=extractor.context)
     protocol |= {"tied_images": int(np.count_nonzero(ranks != optimistic))}
     figures = _of_ranks(ranks, items, truth, [*names], metric, protocol)
     if metric == "roc_auc":

@@ -102,7 +102,8 @@ class Verdict:
         if self.family:
             lines.append(
                 f"Each p is corrected over the {len(self.family)} comparisons that the run is "
-                "judged by. A training with another seed may end with another verdict."
+                "judged by. More pictures held out make intervals narrower; a training with "
+                "another seed may end with another verdict."
             )
         return lines
 
@@ -112,10 +113,10 @@ def _listed(comparisons: Sequence[Comparison]) -> str:
 
 
 def _figure(c: Comparison) -> str:
-    value, other, change, *_ = c.texts()
+    value, other, change, low, high = c.texts()
     return (
-        f"{_name(c)} {other} -> {value} ({change} {c.row.unit.difference}), {c.verdict} "
-        f"({c.p_text()}{c.reason()})"
+        f"{_name(c)} {other} -> {value} ({change} {c.row.unit.difference}, 95 % interval {low} to "
+        f"{high}), {c.verdict} ({c.p_text()}{c.reason()})"
     )
 
 

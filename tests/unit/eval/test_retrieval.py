@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
 
 from mclclip.data.findings import LFS_POINTER
 from mclclip.eval import captions, metrics
@@ -34,9 +35,12 @@ TINY = Path(__file__).parents[2] / "configs" / "tiny_vit.json"
 
 
 def brute_force(
-    images: np.ndarray, texts: np.ndarray, caption_image: Sequence[int], k: int
+    images: np.ndarray, texts: np.ndarray, owners: Sequence[set[int]], k: int
 ) -> tuple[float, float]:
-    """R@k of both directions by sorting, every query and candidate by itself; ties against."""
+    """R@k of both directions by sorting, every query and candidate by itself; ties against.
+
+    ``owners``: the images of each text.
+    """
 
     def rank(scores: list[float], right: list[bool]) -> int:
         # A stable sort with wrong candidates first among equals: the worst order there is.
@@ -46,14 +50,13 @@ def brute_force(
     def score(a: np.ndarray, b: np.ndarray) -> float:
         return float(np.float32(sum(float(x) * float(y) for x, y in zip(a, b, strict=True))))
 
-    asked = sorted(set(caption_image))
     by_image = [
-        rank([score(images[i], t) for t in texts], [owner == i for owner in caption_image]) <= k
-        for i in asked
+        rank([score(images[i], t) for t in texts], [i in own for own in owners]) <= k
+        for i in sorted(set().union(*owners))
     ]
     by_text = [
-        rank([score(t, image) for image in images], [j == owner for j in range(len(images))]) <= k
-        for t, owner in zip(texts, caption_image, strict=True)
+        rank([score(t, image) for image in images], [j in own for j in range(len(images))]) <= k
+        for t, own in zip(texts, owners, strict=True)
     ]
     return float(np.mean(by_image)), float(np.mean(by_text))
 
@@ -71,16 +74,16 @@ def test_equal_to_brute_force_for_any_chunk(
     seed: int, num_images: int, levels: int, chunk_bytes: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    owners = np.repeat(np.arange(num_images), rng.integers(0, 5, num_images))  # 0 to 4 captions
-    if not len(owners):
-        return
+    owners = [{*rng.integers(0, num_images, rng.integers(1, 4)).tolist()} for _ in range(12)]
+    is_own = csr_array([[image in own for image in range(num_images)] for own in owners])
     images, texts = unit(rng, num_images, levels), unit(rng, len(owners), levels)
-    asked, every = np.unique(owners), np.arange(num_images)
-    by_image, _ = rank_queries(images[asked], asked, texts, owners, chunk_bytes=chunk_bytes)
-    by_text, _ = rank_queries(texts, owners, images, every, chunk_bytes=chunk_bytes)
+    asked = sorted(set().union(*owners))
+    of_images = is_own.T.tocsr()[asked]
+    by_image, _ = rank_queries(images[asked], texts, of_images, chunk_bytes=chunk_bytes)
+    by_text, _ = rank_queries(texts, images, is_own, chunk_bytes=chunk_bytes)
     for k in (1, 2, 5, 100):
         got = (float((by_image <= k).mean()), float((by_text <= k).mean()))
-        assert got == brute_force(images, texts, owners.tolist(), k)
+        assert got == brute_force(images, texts, owners, k)
 
 
 def test_candidate_blocks_do_not_change_similarities() -> None:
@@ -97,8 +100,8 @@ def test_collapsed_features_rank_last_however_they_are_cut(dim: int, chunk_bytes
     """Equal features must tie exactly: rounding must not depend on the place in a block."""
     row = np.random.default_rng(dim).normal(size=dim)
     features = np.tile((row / np.linalg.norm(row)).astype(np.float32), (37, 1))
-    every = np.arange(37)
-    strict, optimistic = rank_queries(features, every, features, every, chunk_bytes=chunk_bytes)
+    is_right = csr_array(np.eye(37, dtype=bool))
+    strict, optimistic = rank_queries(features, features, is_right, chunk_bytes=chunk_bytes)
     assert (strict == 37).all() and (optimistic == 1).all()
 
 
@@ -113,7 +116,7 @@ def test_near_ties_are_ordered_by_sums_in_float64() -> None:
     images = (images / np.linalg.norm(images, axis=1, keepdims=True)).astype(np.float32)
     is_right = np.arange(100)[:, None] == owners
     exact = images.astype(np.float64) @ texts.astype(np.float64).T
-    ranks = rank_queries(images, np.arange(100), texts, owners, chunk_bytes=30_000)
+    ranks = rank_queries(images, texts, csr_array(is_right), chunk_bytes=30_000)
     assert np.array_equal(ranks, metrics.ranks_with_ties(exact.astype(np.float32), is_right))
     plain = metrics.ranks_with_ties(images @ texts.T, is_right)
     assert not np.array_equal(plain[0], ranks[0])
@@ -146,10 +149,28 @@ def run(encoder: Any, root: Path, **options: Any) -> dict[str, Any]:
     return {figure.metric: figure for figure in figures}
 
 
-def test_equal_captions_of_different_images_tie_exactly(make_table: Any, planted: Any) -> None:
+def test_equal_captions_are_one_caption_of_all_their_images(make_table: Any, planted: Any) -> None:
+    """Images 0 to 3 share a caption, as do 4 to 7; the encoder tells these two groups apart."""
+    encoder = planted("random", 2, seed=3)
+    encoder.text_table[:] = encoder.image_table[:2]
+    encoder.image_table = encoder.image_table[:2].repeat_interleave(4, dim=0)
+    root = make_table([2] * 8, texts=lambda image, number: f"{image // 4}")
+    figures = run(encoder, root, ks=[1, 4])
+    assert {figure.value for figure in figures.values()} == {100.0}
+    assert {figure.count for figure in figures.values()} == {8, 2}
+    assert figures["text_to_image/R@4"].protocol["chance"] == pytest.approx(100 * 69 / 70, abs=0.01)
+    assert figures["image_to_text/R@1"].protocol["num_candidates"] == 2
+
+
+def test_published_protocols_know_captions_by_their_numbers(
+    make_table: Any, planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All captions read 'of 1': an image cannot tell its own from the others."""
+    rules = {**captions.CAPTION_RULES, "karpathy_coco5k": CaptionRule(None, None, 8, 8)}
+    monkeypatch.setattr(captions, "CAPTION_RULES", rules)
     encoder = planted("random", 9, seed=3)
-    figures = run(encoder, make_table([1] * 8, texts=lambda image, number: "a dog, of 1"))
+    root = make_table([1] * 8, texts=lambda image, number: "a dog, of 1")
+    figures = run(encoder, root, protocol="karpathy_coco5k")
     assert figures["image_to_text/R@1"].value == 0.0
     assert figures["image_to_text/R@1_optimistic"].value == 100.0
     assert figures["image_to_text/R@1"].protocol["tied_queries"] == 8
@@ -160,13 +181,13 @@ def test_equals_brute_force_with_unequal_numbers_of_captions(make_table: Any, pl
     counts = [1, 4, 2, 7, 1, 3]
     encoder = planted("random", 200, dim=8, seed=1)
     root = make_table(counts, texts=lambda image, number: f"{10 * image + number}")
-    owners = np.repeat(np.arange(6), counts)
+    owners = [{i} for i, count in enumerate(counts) for _ in range(count)]
     numbers = [10 * i + n for i, count in enumerate(counts) for n in range(count)]
     images = torch.nn.functional.normalize(encoder.image_table[:6], dim=1).numpy()
     texts = torch.nn.functional.normalize(encoder.text_table[numbers], dim=1).numpy()
     figures = run(encoder, root, ks=[1, 2, 3], chunk_bytes=100)
     for k in (1, 2, 3):
-        by_image, by_text = brute_force(images, texts, owners.tolist(), k)
+        by_image, by_text = brute_force(images, texts, owners, k)
         assert figures[f"image_to_text/R@{k}"].value == pytest.approx(100 * by_image)
         assert figures[f"text_to_image/R@{k}"].value == pytest.approx(100 * by_text)
 
