@@ -14,7 +14,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
@@ -61,7 +61,9 @@ class Evaluator:
             for name, parameter in inspect.signature(self.evaluate).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
-        return create_model("Options", __config__=STRICT, **fields)
+        # A model that is made has no source with docstrings, for which pydantic would search long.
+        config = STRICT | ConfigDict(use_attribute_docstrings=False)
+        return create_model("Options", __config__=config, **fields)
 
 
 def evaluator(kind: str) -> Evaluator:

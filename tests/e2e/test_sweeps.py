@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,18 @@ SMALL_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 3}
 Command = tuple[Path, list[str], list[str]]  # a recipe, options before and behind those of a line
 
 
+@cache
+def is_small(recipe: Path) -> bool:
+    """Says whether a recipe is made for CPUs."""
+    return "device" in yaml.safe_load(recipe.read_text())
+
+
 def recipes_of(stem: str, number: int) -> dict[str, Command]:
     """The recipes that a line runs on here: all of the paper's size, and the first small one."""
     found: dict[str, Command] = {}
     has_small = False
     for each in commands(FILES[stem]):
-        small = "device" in yaml.safe_load(each[0].read_text())
+        small = is_small(each[0])
         some = (ON_SMALL if small else ON_LARGE).get(stem)
         if (some is None or number in some) and not (small and has_small):
             found.setdefault(each[0].stem, each)
