@@ -301,7 +301,8 @@ def _describe_lack(what: str) -> str:
     """Returns the message for pictures without captions."""
     return (
         f"{what} has no picture with a caption: give a table or a folder of texts by --captions, "
-        "or a text beside each picture (a.jpg, a.txt)"
+        "or a text beside each picture (a.jpg, a.txt); where folders are classes, "
+        "'mclclip make-dataset folder' packs pictures for training on them"
     )
 
 
