@@ -50,6 +50,7 @@ __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
 log = logging.getLogger("mclclip")
 HELD_OUT = 0.1
+SIZE = 512  # the largest image size of open_clip's models
 """Default share of the pictures for each of the two held-out shares."""
 SETTINGS = "settings.yaml"
 _MANY = 1_000_000  # number of pictures for early checks, if only reading all would count them
@@ -130,6 +131,7 @@ def finetune(
     options: Mapping[str, Any] | Sequence[str] = (),
     held_out: float = HELD_OUT,
     seed: int = 0,
+    size: int = SIZE,
     force: bool = False,
     **packing: Any,
 ) -> Run:
@@ -148,7 +150,8 @@ def finetune(
     ``base``: NAME@TAG of open_clip, NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a
     CLIP or SigLIP of transformers. ``options``: settings that replace chosen ones,
     ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the size of each held-out share.
-    ``packing``: arguments of ``mclclip pack``, such as ``caption_column``.
+    ``size``: pictures whose shorter side has more pixels are packed smaller; 0 packs all as they
+    are. ``packing``: arguments of ``mclclip pack``, such as ``caption_column``.
 
     Raises ValueError or FileNotFoundError for wrong arguments, such as an ``out`` that was begun
     with others; ``force`` moves aside the artifacts that differ and makes them again. Ctrl-C raises
@@ -162,8 +165,9 @@ def finetune(
         runlog.setup(failures.number_of("RANK", 0))
     table = None if captions is None else Path(captions)
     tuning = FineTuning(
-        Path(images), base, Path(out), table, tuple(overrides), held_out, seed, force, packing
-    )
+        Path(images), base, Path(out), table, tuple(overrides), held_out, seed, force,
+        {"size": size, **packing},
+    )  # fmt: skip
     with signals.save_on_interrupt():
         process.run(tuning.process_options(), "finetune", tuning.run)
     return Run.open(out)

@@ -86,8 +86,7 @@ def evaluate(
     An image is right at k if one of its captions is among the k nearest, a caption if its image is.
     Images without a caption are candidates only. Ties add ``R@k_optimistic``, for the model.
 
-    captions        the file or folder of captions (``read_captions``), or a folder of .tar shards;
-                    below ``root``
+    captions        below ``root``: captions (``read_captions``), or a folder of .tar shards
     images          the folder, below ``root``, to which names of files are relative
     protocol        a published test set, whose split and numbers are demanded; 'table': any data
     split           replaces the split of the protocol

@@ -24,6 +24,7 @@ _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
 _STAGE = "number of the stage; 0 is the base model"
 _CAPTIONS = "a table of the folder's pictures and their captions, or a folder of texts"
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
+_SIZE = "pictures whose shorter side has more pixels are stored smaller; 0: all as they are"
 _FORCE = "make again, and move the old aside"
 _UNFIT = "make again what is of other settings or damaged, and move the old aside"
 _REMAKE = "make it again, and move aside what is there; what was begun is resumed"
@@ -180,6 +181,7 @@ def _add_finetune(verbs: Any) -> None:
     )
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
     add("--seed", type=_COUNT, default=0, help="of weights, data order and clusters")
+    add("--size", type=_COUNT, default=512, metavar="N", help=_SIZE)
     add("--force", action="store_true", help="choose settings anew, and move the old aside")
     setting = "a setting in the place of the chosen one, such as train.lr=1e-5"
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=setting)
@@ -208,6 +210,7 @@ def _add_pack(verbs: Any) -> None:
     add("--samples-per-shard", type=_POSITIVE, default=10_000, help="images of a tar")
     add("--delimiter", type=character, help="default: by suffix (.tsv: tab) and header")
     add("--key-prefix", default="", help="put before the running number of a key")
+    add("--size", type=_COUNT, default=0, metavar="N", help=_SIZE)
     add("--force", help=_FORCE, **_remaking(Remake.ALL))
 
 

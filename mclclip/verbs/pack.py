@@ -1,9 +1,10 @@
 """Verb ``pack``: pictures with captions -> tar shards in img2dataset's layout.
 
-Images are stored byte for byte. Keys are running numbers, in the order in which the data first name
-each image. Several rows of one image become one sample with several captions. Rows are of one image
-if they have the same path, or, where the data contain the images themselves, if they follow each
-other and have equal bytes. An image without captions is packed without a ``.txt`` member.
+Images are stored byte for byte, or smaller with a ``size``. Keys are running numbers, in the order
+in which the data first name each image. Several rows of one image become one sample with several
+captions. Rows are of one image if they have the same path, or, where the data contain the images
+themselves, if they follow each other and have equal bytes. An image without captions is packed
+without a ``.txt`` member.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from mclclip.data.decode import (
     IMAGE_EXTENSIONS,
@@ -26,7 +29,9 @@ from mclclip.data.decode import (
     PICTURE_SUFFIXES,
     DecodeError,
     decode,
+    is_array,
     peculiarity,
+    shrink,
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
@@ -51,7 +56,10 @@ from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 _KEY_DIGITS = 9
+_LARGE_BYTES = 1_000_000
 _Ask = Callable[[str, Path], ValueError]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _REST = "train"  # the folder of pictures that are not held out
 
 
@@ -67,6 +75,7 @@ def pack(
     key_prefix: str = "",
     allow_roots: Sequence[Path] = (),
     held_out: Mapping[str, float] = MappingProxyType({}),
+    size: int = 0,
     force: Remake = Remake.NOTHING,
     command: Sequence[str] = (),
 ) -> Manifest:
@@ -77,12 +86,11 @@ def pack(
     Shards may be given to others, so only images below ``source`` (or the folder of the table) and
     ``allow_roots`` are packed, after links are followed. Further columns of an image's first row go
     into its ``.json``. Images that cannot be used are counted by reason, in log and manifest.
-
     ``held_out``: shares of the pictures by folder, such as {'choose': 0.1}; these go to
     ``out/choose`` and the others to ``out/train``. The bytes of a picture decide, so copies stay
-    together. ``force`` moves a finished ``out`` of other data or options aside, which is an error
-    otherwise. ``command``: the words that the user typed, for errors that complete them.
-
+    together. ``size``: pictures whose shorter side has more pixels become JPEGs of this size, which
+    are quicker to read; 0 stores all as they are. ``force`` moves a finished ``out`` of other data
+    or options aside. ``command``: the words that the user typed, for errors that complete them.
     Raises the errors of ``open_table``, and ValueError if no sample can be packed or ``out`` holds
     foreign shards.
     """
@@ -108,8 +116,9 @@ def pack(
         samples_per_shard=samples_per_shard,
         delimiter=table.delimiter,
         key_prefix=key_prefix,
-        allow_roots=tuple(os.path.abspath(folder) for folder in allow_roots),
+        allow_roots=tuple(map(os.path.abspath, allow_roots)),
         held_out=dict(held_out),
+        size=size,
     )
     ask = partial(_ask, table, source, command)
     force = _force_for_arrived(table, out, ask, allow_roots, force)
@@ -129,6 +138,7 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     key_prefix: str
     allow_roots: tuple[str, ...]
     held_out: Mapping[str, float]
+    size: int
 
     def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
         """Returns the digests of the table, or of the folder's files."""
@@ -139,13 +149,48 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
         (table, source, command), findings = how, Findings()
         roots = Roots(table.root, *map(Path, self.allow_roots))
         rows, total = _join_rows(table, roots, partial(_ask, table, source, command), findings)
-        samples = _samples(rows, table, roots, findings, self.held_out, self.key_prefix)
+        samples = self._samples(rows, table, roots, findings)
         first = next(samples, None)
         if first is None:
             raise ValueError(_describe_nothing_usable(table, findings, source, command))
         out.begin()
         samples = itertools.chain([first], samples)
         return self._write(out.directory, samples, total, findings, table)
+
+    def _samples(
+        self, rows: Iterator[Row], table: Table, roots: Roots, findings: Findings
+    ) -> Iterator[PackedSample]:
+        """Yields a sample per usable row, with its key and its folder; counts the other rows."""
+        images = (
+            (row, *image)
+            for row in rows
+            if (image := _read_image(row, table.root, roots, findings))
+        )
+        number = 0
+        for row, data, stored, extension in _in_order(partial(_store, self.size), images):
+            digest = hashlib.sha256(data)
+            folder = _folder(digest.digest(), self.held_out)
+            measured = (
+                folder in self.held_out
+            )  # a benchmark needs captions, and pictures that decode
+            if not row.captions:
+                findings.add("uncaptioned" if measured else "no_caption", row.path or row.where)
+                if measured:
+                    continue
+            if stored is None or measured and not _decodes(stored):
+                findings.add("undecodable", row.path or row.where)
+                continue
+            facts = {table.image_column: row.path} if row.path else {}
+            facts[PACKED_FROM] = row.path or row.where
+            yield PackedSample(
+                key=f"{self.key_prefix}{number:0{_KEY_DIGITS}d}",
+                image=stored,
+                extension=extension,
+                captions=row.captions,
+                metadata={**row.metadata, **facts, "sha256": digest.hexdigest()},
+                folder=folder,
+            )
+            number += 1
 
     def _write(
         self,
@@ -160,16 +205,17 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
             folder: {"samples": 0, "captions": 0, "shards": 0}
             for folder in ([*self.held_out, _REST] if self.held_out else [""])
         }
-        num_with_several = 0
+        num_with_several = num_bytes = 0
         records: dict[str, Record] = {}
 
         def count_samples() -> Iterator[PackedSample]:
-            nonlocal num_with_several
+            nonlocal num_with_several, num_bytes
             for sample in progress(samples, total=total, description="pack"):
                 share = shares[sample.folder]
                 share["samples"] += 1
                 share["captions"] += len(sample.captions)
                 num_with_several += len(sample.captions) > 1
+                num_bytes += len(sample.image)
                 yield sample
 
         for path in write_shards(count_samples(), out, self.samples_per_shard, records):
@@ -189,6 +235,11 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
                 "pack: some have several captions; sources that read all have "
                 "captions: json:captions"
             )
+        if not self.size and (mean_bytes := num_bytes / counts["samples"]) > _LARGE_BYTES:
+            log.warning(
+                "pack: pictures have %.1f MB on average, and training decodes them in every epoch: "
+                "--size 512 stores large ones smaller", mean_bytes / 1e6,
+            )  # fmt: skip
         for line in findings.lines():
             log.warning("pack: %s", line)
         if spelling := _explain_missing(table, findings):
@@ -327,41 +378,27 @@ def _usable_rows(table: Table, findings: Findings) -> Iterator[Row]:
         yield replace(row, captions=captions)
 
 
-def _samples(
-    rows: Iterator[Row],
-    table: Table,
-    roots: Roots,
-    findings: Findings,
-    held_out: Mapping[str, float],
-    key_prefix: str,
-) -> Iterator[PackedSample]:
-    """Yields a sample per usable row, with its key and its folder; counts the other rows."""
-    number = 0
-    for row in rows:
-        if (read := _read_image(row, table.root, roots, findings)) is None:
-            continue
-        data, extension = read
-        digest = hashlib.sha256(data)
-        folder = _folder(digest.digest(), held_out)
-        measured = folder in held_out  # a benchmark needs captions, and pictures that decode
-        if not row.captions:
-            findings.add("uncaptioned" if measured else "no_caption", row.path or row.where)
-            if measured:
-                continue
-        if measured and not _decodes(data):
-            findings.add("undecodable", row.path or row.where)
-            continue
-        facts = {table.image_column: row.path} if row.path else {}
-        facts[PACKED_FROM] = row.path or row.where
-        yield PackedSample(
-            key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",
-            image=data,
-            extension=extension,
-            captions=row.captions,
-            metadata={**row.metadata, **facts, "sha256": digest.hexdigest()},
-            folder=folder,
-        )
-        number += 1
+def _store(size: int, image: tuple[Row, bytes, str]) -> tuple[Row, bytes, bytes | None, str]:
+    """Returns a row, its picture, and the bytes and extension that are stored: those of a smaller
+    picture if its shorter side has more than ``size`` pixels, None if it cannot be decoded."""
+    row, data, extension = image
+    try:
+        small = shrink(data, MAX_IMAGE_PIXELS, size) if size and not is_array(data) else None
+    except DecodeError:
+        return row, data, None, extension
+    return (row, data, data, extension) if small is None else (row, data, small, "jpg")
+
+
+def _in_order(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """Yields ``function(item)`` for each item, in order; threads compute some ahead."""
+    threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[_Result]] = deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        yield from (future.result() for future in waiting)
 
 
 def _decodes(image: bytes) -> bool:

@@ -177,6 +177,8 @@ def test_called_again_it_is_finished_and_other_arguments_are_refused(
         call(folder, seed=1)
     with pytest.raises(ValueError, match="held_out"):
         call(folder, held_out=0.2)
+    with pytest.raises(ValueError, match="size was 512, now 0"):
+        call(folder, size=0)
     assert tiny.digests(folder / "run", "**/manifest.json") == before
 
 

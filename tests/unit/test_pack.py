@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -83,6 +84,7 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
         "key_prefix": "",
         "allow_roots": [],
         "held_out": {},
+        "size": 0,
     }
 
 
@@ -519,3 +521,34 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path, monkeypatch: pytest.Monk
     assert counts["samples"] == 1
     findings = {reason: entry["examples"] for reason, entry in counts["findings"].items()}
     assert findings == {"unreadable": ["sub", "a.jpg"]}
+
+
+def test_large_pictures_are_stored_smaller_in_the_same_shares(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {f"{number:02}.png": (50 + number, 90) for number in range(20)}
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, (height, width) in sizes.items():
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+        (folder / name).with_suffix(".txt").write_text(f"picture {name}")
+    data = (folder / "19.png").read_bytes()
+    (folder / "19.png").write_bytes(data[: len(data) // 2])
+    packed: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {"plain": {}, "small": {}}
+    for out, size in (("plain", 0), ("small", 60)):
+        manifest = pack(folder, tmp_path / out, held_out={"report": 0.3}, size=size)
+        assert manifest.config["size"] == size
+        for shard in (tmp_path / out).glob("*/*.tar"):
+            members = read_tar(shard)
+            for name in (name for name in members if name.endswith(".json")):
+                picture = members.get(name.replace("json", "jpg"), members.get(name[:-4] + "png"))
+                with Image.open(io.BytesIO(picture or b"")) as image:
+                    about = (shard.parent.name, image.size)
+                packed[out][json.loads(members[name])["packed_from"]] = about
+    plain, small = packed["plain"], packed["small"]
+    assert manifest.counts["findings"]["undecodable"]["examples"] == ["19.png"]
+    assert small.keys() == sizes.keys() - {"19.png"}
+    for name, (share, (width, height)) in small.items():
+        own_height = sizes[name][0]
+        assert share == plain[name][0]
+        assert (width, height) == (round(90 * min(1, 60 / own_height)), min(own_height, 60))

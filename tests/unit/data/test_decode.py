@@ -19,6 +19,7 @@ from mclclip.data.decode import (
     decode_image,
     decode_pixels,
     peculiarity,
+    shrink,
 )
 
 LIMIT = 10_000_000
@@ -158,6 +159,38 @@ def test_exif_rotated_jpeg_and_damaged_exif() -> None:
     for damaged in (b"Exif\0\0MM\0*\xff\xff\xff\xff", b"Exif\0\0nonsense", b"Exif\0\0"):
         data = encode(image, "JPEG", exif=damaged, quality=95)
         assert pixels(data).shape == (24, 40, 3)
+
+
+def smooth(height: int, width: int) -> Image.Image:
+    """A picture of low frequencies, which any good way of resizing keeps."""
+    y, x = np.mgrid[0:height, 0:width] / height
+    bands = [np.sin(9 * x + 3 * y), np.cos(7 * y), np.sin(5 * x * y)]
+    return Image.fromarray((127 + 120 * np.stack(bands, axis=-1)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize(("height", "width", "side"), [(900, 601, 75), (90, 120, 89), (64, 65, 1)])
+def test_shrunk_pictures_are_upright_and_look_alike(
+    format: str, height: int, width: int, side: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    data = encode(smooth(height, width), format, exif=exif)
+    with Image.open(io.BytesIO(shrink(data, LIMIT, side) or b"")) as small:
+        assert small.format == "JPEG" and min(small.size) == side
+        assert not small.getexif()
+        plain = decode_image(data, LIMIT).resize(small.size, Image.Resampling.BICUBIC)
+        difference = np.abs(np.asarray(small, np.float64) - np.asarray(plain, np.float64))
+    assert difference.mean() < 3
+
+
+def test_pictures_are_never_enlarged_and_damaged_ones_have_a_reason() -> None:
+    data = encode(smooth(40, 60), "JPEG")
+    assert shrink(data, LIMIT, 40) is None and shrink(data, LIMIT, 4000) is None
+    with pytest.raises(DecodeError, match="truncated"):
+        shrink(data[: len(data) // 2], LIMIT, 20)
+    with pytest.raises(DecodeError, match="bomb"):
+        shrink(data, 40 * 60 - 1, 20)
 
 
 def test_only_the_first_frame_of_an_animation() -> None:
