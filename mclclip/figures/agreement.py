@@ -21,18 +21,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
         return None
     others = stages | {name: inputs.run.index.attribute(name)[0] for name in inputs.attributes}
     values = [[ami(labels, other) for other in others.values()] for labels in stages.values()]
-    with drawing.canvas(path, 1.8 + 0.8 * len(others), 1.4 + 0.5 * len(stages)) as figure:
-        axes = figure.subplots()
-        numbers = np.asarray(values, dtype=float)
-        axes.imshow(numbers, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        axes.set_xticks(range(len(others)), [*others], rotation=30, ha="right")
-        axes.set_yticks(range(len(stages)), [*stages])
-        for (row, column), value in np.ndenumerate(numbers):
-            if np.isnan(value):
-                continue
-            colour = "white" if value > 0.6 else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
-        axes.set_title("adjusted mutual information")
+    drawing.table(path, "adjusted mutual information", [*stages], [*others], values)
     return {"rows": [*stages], "columns": [*others], "ami": values}
 
 

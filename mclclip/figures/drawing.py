@@ -41,21 +41,31 @@ def canvas(path: Path, width: float, height: float, math: bool = False) -> Itera
             figure.savefig(file, format="png", metadata={"Software": None})
 
 
-def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Draws values in percent; ``groups`` maps a metric, which gets a group of bars, to the value
-    of each model."""
-    metrics = list(groups)
-    models = list(dict.fromkeys(model for values in groups.values() for model in values))
-    with canvas(path, max(5.0, 0.28 * len(models) * len(metrics) + 4), 3.6) as figure:
+def table(
+    path: Path,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Any,
+    *,
+    most: float = 1.0,
+    digits: int = 2,
+) -> None:
+    """Draws a table of ``values`` [rows, columns] with shades from 0 to ``most``; NaN is empty."""
+    numbers = np.asarray(values, dtype=float)
+    width = 1.4 + 0.8 * len(columns) + 0.075 * max(map(len, (*rows, *columns)))
+    height = 0.8 + 0.05 * max(map(len, columns)) + 0.3 * len(rows)
+    with canvas(path, width, height) as figure:
         axes = figure.subplots()
-        width = 0.8 / max(len(models), 1)
-        for number, model in enumerate(models):
-            places = np.arange(len(metrics)) + (number - (len(models) - 1) / 2) * width
-            axes.bar(places, [groups[m].get(model, np.nan) for m in metrics], width, label=model)
-        axes.set_xticks(np.arange(len(metrics)), metrics)
-        axes.set_ylabel("percent")
+        axes.imshow(numbers, vmin=0, vmax=most, cmap="Blues", aspect="auto")
+        axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
+        axes.set_yticks(range(len(rows)), rows)
+        for (row, column), value in np.ndenumerate(numbers):
+            if not np.isnan(value):
+                colour = "white" if value > 0.6 * most else "black"
+                text = f"{value:.{digits}f}"
+                axes.text(column, row, text, ha="center", va="center", color=colour)
         axes.set_title(title)
-        figure.legend(loc="outside right upper", fontsize="small")
 
 
 def lines(
