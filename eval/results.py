@@ -22,6 +22,10 @@ from mclclip.util.files import parse_json, printable, write_bytes
 WIDTH = 80
 """A table is at most so many characters wide."""
 
+KEY = """(below each figure: its 95 % interval; trials: the number of items judged;
+ chance: the figure of features that know nothing)"""
+"""The last lines of `table`."""
+
 CHOOSE, REPORT = "choose", "report"
 """The two benchmarks of a fine-tuning: the best encoder is chosen by the first, and the second says
 how good it is."""
@@ -273,7 +277,7 @@ def table(
     of trials and, if the protocol has it, the chance; published figures come last. Below a value
     stands its 95 % interval, and below the head of a column its unit unless it is percent. Metrics
     of the level ``detail`` are counted only, or shown with ``details``. Columns beyond ``WIDTH``
-    continue in another table. The ``notes`` of a benchmark follow.
+    continue in another table. The ``notes`` of a benchmark follow; the last lines are ``KEY``.
     """
     blocks = []
     for benchmark in dict.fromkeys(row.benchmark for row in results):
@@ -284,7 +288,7 @@ def table(
         if hidden := len({row.metric for row in rows}) - len({row.metric for row in main}):
             block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
         blocks.append("\n".join([block, *(f"({note})" for note in notes(rows))]))
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, KEY] if blocks else [])
 
 
 def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference]) -> str:

@@ -76,6 +76,11 @@ def test_a_figure_carries_count_interval_and_outcomes(tmp_path: Path) -> None:
     )
 
 
+def lines_of(table: str) -> list[str]:
+    """The lines of a table without those that explain it."""
+    return table.removesuffix(f"\n\n{results.KEY}").splitlines()
+
+
 def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
     rows = [
         row("stage_0"),
@@ -84,7 +89,8 @@ def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
     ]
     references = [Reference("ViT-L-14 openai", "mmvp", "average", 19.3, "MMVP paper")]
     text = results.table(rows, references)
-    assert text.splitlines() == [
+    assert text.endswith(f"\n\n{results.KEY}") and text.count(results.KEY) == 1
+    assert lines_of(text) == [
         "mmvp                            average",
         "----------------------------  ---------",
         "trials                              135",
@@ -110,7 +116,7 @@ def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
         replace(row("stage_0", "loss", "nats"), protocol={"chance": 3.0, "left_out_items": 0}),
         replace(row("stage_1", "loss", "nats"), protocol={"chance": 4.0}),
     ]
-    assert results.table(rows).splitlines() == [
+    assert lines_of(results.table(rows)) == [
         "sugarcrepe      average      other",
         "------------  ---------  ---------",
         "trials              135        135",
@@ -148,12 +154,12 @@ def test_a_loss_has_its_unit_and_the_digits_that_tell_encoders_apart() -> None:
         ["4.59514-4.61514"],
     ]
     text = results.table([loss("stage_0", 2.34561), loss("stage_1", 2.5)])
-    assert [line.split()[-1] for line in text.splitlines()[-4::2]] == ["2.35", "2.50"]
+    assert [line.split()[-1] for line in lines_of(text)[-4::2]] == ["2.35", "2.50"]
 
 
 def test_a_metric_in_two_units_has_two_columns() -> None:
     rows = [loss("stage_0", 4.605), replace(loss("stage_1", 50.0), protocol={})]
-    lines = results.table(rows).splitlines()
+    lines = lines_of(results.table(rows))
     assert lines[0].split() == ["held_out", "loss", "loss"]
     assert [line.split() for line in lines[-4::2]] == [
         ["stage_0", "4.61", "-"],
@@ -177,7 +183,7 @@ def test_table_fits_a_terminal_and_counts_what_it_leaves_out() -> None:
     for text in (short, whole):
         assert max(map(len, text.splitlines())) <= results.WIDTH
     assert short.count("20.0") == 6 and whole.count("20.0") == 12
-    assert short.splitlines()[-1] == "(6 further metrics: 'mclclip eval' shows them with --details)"
+    assert lines_of(short)[-1] == "(6 further metrics: 'mclclip eval' shows them with --details)"
     assert "optimistic" not in short and "further" not in whole
 
 
