@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,7 @@ from mclclip.data.json_captions import (
     objects_of,
 )
 from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
+from mclclip.data.shard_writer import with_file
 from mclclip.data.table_formats import IMAGE_COLUMNS, present_columns
 from mclclip.data.tables import open_table
 from mclclip.data.text_tables import refuse_misread
@@ -134,11 +135,13 @@ def read_languages(
 def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
     """Reads the images and all their captions from ``directory/*.tar``. ``captions`` says where the
     captions are: 'txt', 'lines' or 'json:FIELD'. Raises the errors of ``read_shards``."""
-    images, table = read_shards(directory, captions)
-    texts, owners = [], []
+    stored, table = read_shards(directory, captions)
+    images, texts, owners = [], [], []
     ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
-    for row, (image, (offset, size)) in enumerate(zip(images, ranges, strict=True)):
-        captions_of_image = parse_captions(read_range(image.path, offset, size), captions)
+    for row, (image, (offset, size)) in enumerate(zip(stored, ranges, strict=True)):
+        member = read_range(image.path, offset, size)
+        images.append(replace(image, name=with_file(image.key, member)))
+        captions_of_image = parse_captions(member, captions)
         texts += captions_of_image
         owners += [row] * len(captions_of_image)
     return ImageTexts(images, texts, np.array(owners, dtype=np.int64))

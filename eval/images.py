@@ -53,19 +53,21 @@ class Region:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image in the tar shard ``path``: its key, and where its bytes lie."""
+    """An image in the tar shard ``path``: its key, where its bytes lie, and its name for a reader,
+    which has the file that it was packed from, if that is known."""
 
     path: Path
     key: str
     offset: int
     size: int
+    name: str = ""
 
     def read_bytes(self) -> bytes:
         """The bytes of the image file; OSError if the shard cannot be read."""
         return read_range(self.path, self.offset, self.size)
 
     def __str__(self) -> str:
-        return f"{self.key} in {self.path}"
+        return f"{self.name or self.key} in {self.path}"
 
 
 def image_items(images: Iterable[Any], root: Path) -> list[str]:

@@ -18,6 +18,7 @@ from mclclip import config
 from mclclip.config import Config
 from mclclip.data.row_store import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_writer import PACKED_FROM
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.ranks.process_group import SINGLE
@@ -53,10 +54,10 @@ def write_shards(folder: Path) -> None:
         members = []
         for sample in range(number * NUM_SAMPLES // 2, (number + 1) * NUM_SAMPLES // 2):
             colour = "scarlet" if is_red(sample) else "azure"
-            text = f"a {colour} thing {SCRIPT} {CONTROL}{'x' * LONG}".encode()
+            text = f"a {colour} thing {SCRIPT} {CONTROL}{'x' * LONG}"
             image = picture(is_red(sample))[: 400 if sample in BROKEN else None]
-            about = json.dumps({"colour": colour}).encode()
-            parts = ((".jpg", image), (".txt", text), (".json", about))
+            about = {"colour": colour, "caption": text, PACKED_FROM: f"photos/{sample}{SCRIPT}"}
+            parts = ((".jpg", image), (".json", json.dumps(about).encode()))
             members += [(f"{sample:05d}{suffix}", data) for suffix, data in parts]
         write_tar(folder / f"{number:05d}.tar", members)
 
@@ -76,13 +77,14 @@ def write_pairs(folder: Path) -> None:
 
 def settings(root: Path) -> Config:
     """The options of the run below ``root``."""
+    source = {"shards": f"{root}/shards/*.tar", "captions": "json:caption"}
     return config.from_tree(
         {
             "run_dir": str(root / "run"),
             "num_stages": 2,
             "device": "cpu",
             "data": {
-                "sources": {"made": {"shards": f"{root}/shards/*.tar", "attributes": ["colour"]}},
+                "sources": {"made": source | {"attributes": ["colour"]}},
                 "index_workers": 1,
             },
             "cluster": {"num_clusters": 2, "restarts": 1},

@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,13 @@ from mclclip.data.index_tables import (
 )
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
-from mclclip.data.shard_writer import PACKED_FROM
+from mclclip.data.shard_writer import with_file
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
 from mclclip.util.files import (
     damaged_if_unreadable,
     digest_array,
     digest_json,
-    parse_json,
-    printable,
     read_json,
     write_json,
 )
@@ -154,13 +153,9 @@ class SampleIndex:
         names = self.keys(ids)
         for place, sample_id in enumerate(self.checked(ids).tolist()):
             at, size = int(self.text_offset[sample_id]), int(self.text_size[sample_id])
-            try:
+            with suppress(OSError, ValueError):  # of a shard that is not there now
                 text = reader.read(int(self.shard_of[sample_id]), at, size)
-                facts = parse_json(text, names[place])
-            except (OSError, ValueError):  # a plain caption, or a shard that is not there now
-                continue
-            if isinstance(facts, dict) and isinstance(file := facts.get(PACKED_FROM), str):
-                names[place] += f" ({printable(file)})"
+                names[place] = with_file(names[place], text)
         return names
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:

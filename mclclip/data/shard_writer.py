@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
-from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
+from mclclip.data.shard_scan import ARRAY_EXTENSION, parse_attributes, split_member_name
 from mclclip.run.artifacts import is_finished, read_identity
-from mclclip.util.files import Record, record_of, remove_leftovers, whole_file
+from mclclip.util.files import Record, printable, record_of, remove_leftovers, whole_file
 
 PACKED_FROM = "packed_from"
 """Field of a sample's ``.json``: the file, or the row of a table, that ``pack`` made it of."""
@@ -32,6 +32,13 @@ _MAGIC = {
     b"\0\0\0\x0cjP  ": "jp2", b"\xff\x4f\xff\x51": "j2k",
 }  # fmt: skip
 _OWN_NAME = re.compile(r"\d{5,}\.tar")
+
+
+def with_file(key: str, text: bytes) -> str:
+    """Returns a sample's key with the file that ``pack`` made it of, if ``text``, the sample's
+    ``.json``, names one: ``0007 (photos/tom.jpg)``."""
+    (file,) = parse_attributes(text, [PACKED_FROM])
+    return f"{key} ({printable(file)})" if file else key
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from mclclip.eval.results import short_name
 from mclclip.util import files
 
 
@@ -36,6 +37,7 @@ def environment() -> Environment:
     )
     renderer.filters["duration"] = duration
     renderer.filters["place"] = "{:.1f}".format
+    renderer.filters["short"] = short_name
     # Lets a browser break a line behind an underscore or a slash of a name.
     renderer.filters["breakable"] = lambda name: Markup("<wbr>").join(
         re.split(r"(?<=[_/])", files.printable(name))

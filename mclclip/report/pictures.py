@@ -8,7 +8,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,14 @@ PAIRS = 8
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page. If it cannot be shown, ``uri`` is empty, and ``reason`` says why."""
+    """A picture of the page, its name and its caption or statement ``text``. If it cannot be shown,
+    ``uri`` is empty, and ``reason`` says why."""
 
     uri: str
-    text: str
     reason: str = ""
     small: bool = False
+    name: str = ""
+    text: str = ""
 
 
 class Thumbnails:
@@ -89,7 +91,8 @@ class Thumbnails:
         self._beyond = 0
 
     def of_sample(self, sample_id: int) -> Picture:
-        """The picture of a sample, with its caption as its text."""
+        """The picture of a sample. Its text is its caption; its name has the file that it was
+        packed from, if that is known."""
 
         def stored() -> bytes:
             (raw,) = self.run.samples.read([sample_id], [PICTURE])
@@ -97,7 +100,8 @@ class Thumbnails:
                 raise DecodeError(raw.reason, "it cannot be read")
             return raw.image
 
-        return self._picture(sample_id, self.caption(sample_id), stored)
+        name = self.run.index.names([sample_id])[0]
+        return self._picture(sample_id, name, self.caption(sample_id), stored)
 
     def of_image(self, image: Readable, text: str) -> Picture:
         """The picture in an image file or in a shard, with this text."""
@@ -107,7 +111,8 @@ class Thumbnails:
                 return image.read_bytes()
             return files.read_bounded(path_of(image), _MAX_FILE_BYTES)
 
-        return self._picture(str(image), text, stored)
+        name = getattr(image, "name", path_of(image).name)
+        return self._picture(str(image), name, text, stored)
 
     def caption(self, sample_id: int) -> str:
         """The first caption of a sample; empty if there is none, or if it cannot be read."""
@@ -125,26 +130,25 @@ class Thumbnails:
         lost = Counter(picture.reason for picture in self._pictures.values() if picture.reason)
         return dict(lost) | ({BEYOND: self._beyond} if self._beyond else {})
 
-    def _picture(self, name: Hashable, text: str, read: Callable[[], bytes]) -> Picture:
-        text = shortened(text)
-        if name not in self._pictures:
-            self._pictures[name] = self._of_bytes(read, text)
-        picture = self._pictures[name]
+    def _picture(self, key: Hashable, name: str, text: str, read: Callable[[], bytes]) -> Picture:
+        if key not in self._pictures:
+            self._pictures[key] = self._of_bytes(read)
+        picture = replace(self._pictures[key], name=name, text=shortened(text))
         if len(picture.uri) > self.left_bytes:
             self._beyond += 1
-            return Picture("", text, BEYOND)
+            return replace(picture, uri="", reason=BEYOND)
         self.left_bytes -= len(picture.uri)
         return picture
 
-    def _of_bytes(self, read: Callable[[], bytes], text: str) -> Picture:
+    def _of_bytes(self, read: Callable[[], bytes]) -> Picture:
         try:
             image = decode(read(), self.max_image_pixels, reads_arrays=True)
         except DecodeError as error:
-            return Picture("", text, error.reason)
+            return Picture("", error.reason)
         except FileNotFoundError:
-            return Picture("", text, "missing file")
+            return Picture("", "missing file")
         except (OSError, ValueError, RuntimeError):
-            return Picture("", text, "unreadable")
+            return Picture("", "unreadable")
         if isinstance(image, np.ndarray):
             image = Image.fromarray(np.ascontiguousarray(as_picture(image)))
         small = max(image.size) <= _SMALL
@@ -155,7 +159,7 @@ class Thumbnails:
             image.thumbnail((SIDE, SIDE))
             image.save(sink, "JPEG", quality=80, optimize=True)
         kind, data = "png" if small else "jpeg", base64.b64encode(sink.getvalue()).decode()
-        return Picture(f"data:image/{kind};base64,{data}", text, small=small)
+        return Picture(f"data:image/{kind};base64,{data}", small=small)
 
 
 def shortened(text: str) -> str:
@@ -205,9 +209,10 @@ def exchanges(run: Run, thumbnails: Thumbnails, model: str | None) -> list[dict[
 
 def _has_items(row: Result) -> bool:
     """Returns True if the items of a row are shown: minimal pairs, and queries of the benchmark
-    'report'."""
+    'report' of ``mclclip finetune``, which lies in shards."""
     main = {MINIMAL_PAIRS: "average", "pairs": "pooled"}.get(str(row.protocol.get("name")))
-    is_query = row.benchmark == REPORT and row.protocol.get("level") == "headline"
+    in_shards = "shard_captions" in row.protocol.get("settings", {})
+    is_query = row.benchmark == REPORT and row.protocol.get("level") == "headline" and in_shards
     return is_query or row.metric == main
 
 
@@ -267,7 +272,7 @@ def _compare(
         shown = [model.items[n] for n in turns if model.items[n] in items]
         for item in shown[:EXAMPLES]:
             kind, pictures = items[item]
-            figures = [(thumbnails.of_image(i, text), shortened(text)) for i, text in pictures]
+            figures = [thumbnails.of_image(*picture) for picture in pictures]
             examples[name].append({"type": kind, "name": item, "pictures": figures})
     return {"types": types, "axis": charts.strip_axis((-most, most), whole=True), **examples}
 
@@ -284,30 +289,33 @@ def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:
 # --- samples -------------------------------------------------------------------------------------
 
 
-def anchors(run: Run, thumbnails: Thumbnails, recommended: str) -> list[dict[str, Any]]:
-    """Draws some samples, and shows their nearest samples for stage 0 and the recommended encoder.
+def anchors(run: Run, thumbnails: Thumbnails, tuned: str | None) -> list[dict[str, Any]]:
+    """Draws some samples, and shows their nearest samples for stage 0 and the encoder ``tuned``
+    (None: the last stage that was exported).
 
     picture   the drawn sample
     among     the number of samples among which neighbours were searched
     encoders  encoder -> the nearest samples, nearest first
 
-    Embeddings are read from the run. If the recommended encoder has none, its export encodes
-    ``ENCODED`` samples; without an export it is left out. The list is empty if there are too few
+    Embeddings are read from the run. If ``tuned`` has none, its export encodes ``ENCODED`` samples;
+    without an export it is left out. The list is empty if there are too few
     samples or no embeddings of stage 0. Raises RuntimeError if embeddings are damaged.
     """
     embedded = {stage.name: stage for stage in run.stages if stage.has("embeddings")}
-    export = None if recommended in embedded else run.exports().get(recommended)
+    exports = run.exports()
+    tuned = tuned or next((s.name for s in reversed(run.stages) if s.name in exports), BASE)
+    export = None if tuned in embedded else exports.get(tuned)
     if BASE not in embedded:
         return []
     ids = run.spread_ids(FEATURE_ROWS if export is None else ENCODED)
-    names = [name for name in dict.fromkeys((BASE, recommended)) if name in embedded]
+    names = [name for name in dict.fromkeys((BASE, tuned)) if name in embedded]
     features = {name: embedded[name].embeddings_of(ids) for name in names}
     usable = np.logical_and.reduce([(rows != 0).any(axis=1) for rows in features.values()])
     ids, features = ids[usable], {name: rows[usable] for name, rows in features.items()}
     if len(ids) <= NEIGHBOURS:
         return []
     if export is not None and (encoded := _encoded(run, export, ids)) is not None:
-        features[recommended] = encoded
+        features[tuned] = encoded
     drawn = np.random.default_rng([run.seed, 5]).permutation(len(ids))[:ANCHORS]
     near = {name: nearest_samples(rows, drawn, NEIGHBOURS)[1] for name, rows in features.items()}
     return [

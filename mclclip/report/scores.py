@@ -128,14 +128,6 @@ class Comparisons:
     verdict: Verdict | None
     missing: str = ""
 
-    def of(self, model: str) -> list[Comparison]:
-        """The comparisons of a model with stage 0, the first one of each benchmark."""
-        first: dict[str, Comparison] = {}
-        for c in self.with_base:
-            if c.row.model == model:
-                first.setdefault(c.row.benchmark, c)
-        return [*first.values()]
-
 
 def comparisons(run: Run) -> Comparisons:
     """Compares the encoders of a run in the metrics of the level ``headline``."""

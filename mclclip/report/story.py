@@ -12,10 +12,8 @@ import numpy as np
 from markupsafe import Markup
 
 from mclclip.eval import results
-from mclclip.eval.comparisons import Comparison
 from mclclip.eval.units import PERCENT
 from mclclip.report import charts
-from mclclip.report.scores import Comparisons
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.opened import JOINED, Run, Stage
 
@@ -159,7 +157,6 @@ def chapters(
     run: Run,
     trainings: Sequence[Mapping[str, Any]],
     clusters: Sequence[Mapping[str, Any]],
-    comparisons: Comparisons,
 ) -> list[dict[str, Any]]:
     """Collects the facts of every stage that the page puts into sentences.
 
@@ -167,7 +164,6 @@ def chapters(
     training  its element of ``trainings``; None if it was not trained
     groups    the manifest of its pseudo labels; None if it has none
     clusters  its element of ``clusters``; None if it is not clustered
-    gained    its comparisons with stage 0, the first one of each benchmark
     """
     trained = {part["stage"]: part for part in trainings if part["variant"] == "mcl"}
     of_stage = {part["stage"]: part for part in clusters}
@@ -179,15 +175,12 @@ def chapters(
             if stage.has("pseudo_labels")
             else None,
             "clusters": of_stage.get(stage.number),
-            "gained": comparisons.of(stage.name),
         }
         for stage in run.stages
     ]
 
 
-def joined(run: Run, comparisons: Comparisons) -> dict[str, list[Comparison]]:
-    """Maps the joined encoders that the run has to their comparisons with stage 0, the first one of
-    each benchmark."""
+def joined(run: Run) -> list[str]:
+    """Names the joined encoders that the run has."""
     measured = {row.model for row in run.result_rows}
-    names = [n for n in JOINED if n in measured or run.layout.joined(n).is_dir()]
-    return {name: comparisons.of(name) for name in names}
+    return [n for n in JOINED if n in measured or run.layout.joined(n).is_dir()]

@@ -24,7 +24,6 @@ from mclclip.config import Config
 from mclclip.eval.comparisons import render as render_table
 from mclclip.report import clusters, duration, environment, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
-from mclclip.report.scores import Comparisons
 from mclclip.report.verdict import Verdict
 from mclclip.run.opened import Run
 from mclclip.run.trackers import Trackers
@@ -105,8 +104,8 @@ def _content(run: Run) -> dict[str, Any]:
     clustered = sections["clusters"]["content"] or ()
     content = {
         **sections,
-        "chapters": _section(lambda: story.chapters(run, trainings, clustered, comparisons)),
-        "joined": story.joined(run, comparisons),
+        "chapters": _section(lambda: story.chapters(run, trainings, clustered)),
+        "joined": story.joined(run),
         "version": __version__,
         "name": run.directory.resolve().name,
         "run": run,
@@ -119,7 +118,7 @@ def _content(run: Run) -> dict[str, Any]:
         "seconds": story.total([training["seconds"] for training in trainings]),
         "rank_hours": story.total([training["rank_hours"] for training in trainings]),
         "colours": story.COLOURS,
-        "summary": _summary(run, trainings, comparisons),
+        "summary": _summary(run, trainings),
         "not_there": [name for name, section in sections.items() if section["empty"]],
     }
     return content | {"lost": thumbnails.lost()}
@@ -130,13 +129,12 @@ def _sections(
 ) -> dict[str, dict[str, Any]]:
     """Returns the parts of the page by name, each as `_section` does."""
     tuned = None if verdict is None else verdict.tuned
-    recommended = "stage_0" if verdict is None else verdict.recommended
     return {
         "tables": _section(lambda: scores.tables(run.result_rows, scores.references())),
         "exchanges": _section(lambda: pictures.exchanges(run, thumbnails, tuned)),
         "clusters": _section(lambda: clusters.clustered(run, thumbnails), run),
         "agreement": _section(lambda: clusters.agreement(run), run),
-        "anchors": _section(lambda: pictures.anchors(run, thumbnails, recommended), run),
+        "anchors": _section(lambda: pictures.anchors(run, thumbnails, tuned), run),
         "blindspots": _section(lambda: pictures.blindspots(run, thumbnails), run),
         "filters": _section(lambda: pictures.filters(run)),
         "curves": _section(lambda: story.curves(run)),
@@ -160,21 +158,9 @@ def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -
     return {"content": content or None, "missing": "", "empty": not content}
 
 
-def _summary(
-    run: Run, trainings: Sequence[Mapping[str, Any]], comparisons: Comparisons
-) -> list[tuple[str, str, str]]:
+def _summary(run: Run, trainings: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Returns the tiles at the top of the report, each (number, caption, detail)."""
     tiles = []
-    if (verdict := comparisons.verdict) is not None:
-        for judged, other in (
-            (verdict.with_base, "the base"),
-            (verdict.with_control, "the same training without groups"),
-        ):
-            for first in judged[:1]:
-                (value, base, change, *_), row = first.texts(), first.row
-                what = f"{row.unit.difference} against {other}, {row.benchmark}"
-                more = f"{row.model} has {value} {row.unit.name}, {other} {base}: {first.verdict}"
-                tiles.append((change, what, more))
     if run.layout.index.is_dir():
         if samples := _section(lambda: [len(run.index)])["content"]:
             tiles.append((f"{samples[0]:,}", "samples", ""))
