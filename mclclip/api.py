@@ -393,12 +393,14 @@ def run_verb(flags: Mapping[str, Any]) -> None:
 
 
 def _print_results(run: Run) -> None:
-    """Writes the report, and prints the table, the verdict and the paths of encoders and report."""
+    """Writes the report and prints its path; before, if there are results, it prints the table, the
+    verdict and the paths of encoders."""
     page = run.report()  # first, since whoever reads the output may close it after any line
-    print(results.table(run.result_rows))
-    print("", *run.verdict(), sep="\n")
-    exports, recommended = run.exports(), run.recommended()
-    print(f"Recommended: {exports[recommended]}")
-    if (tuned := run.tuned()) != recommended:
-        print(f"Tuned, not recommended: {exports[tuned]}")
+    if run.result_rows:  # eval.suite={} gives none
+        print(results.table(run.result_rows))
+        print("", *run.verdict(), sep="\n")
+        exports, recommended = run.exports(), run.recommended()
+        print(f"Recommended: {exports[recommended]}")
+        if (tuned := run.tuned()) != recommended:
+            print(f"Tuned, not recommended: {exports[tuned]}")
     print(f"Report, to open in a browser: {page}")

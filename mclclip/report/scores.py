@@ -132,7 +132,7 @@ class Comparisons:
 def comparisons(run: Run) -> Comparisons:
     """Compares the encoders of a run in the metrics of the level ``headline``."""
     try:
-        verdict = Verdict.of(compare.read_runs([run.directory]))
+        verdict = Verdict.of(compare.rows_of(run))
     except (ValueError, FileNotFoundError) as error:
         return Comparisons([], [], None, f"{error}.")
     with_base = [c for c in verdict.family if c.against.model == BASE]

@@ -241,7 +241,7 @@ def _main(rows: Sequence[Row]) -> list[Row]:
 
 
 def _base(names: Sequence[str]) -> str:
-    return BASE if BASE in names else names[0]
+    return BASE if BASE in names else next(iter(names), BASE)
 
 
 def _check_names(what: str, names: Sequence[str], there: Sequence[str]) -> None:

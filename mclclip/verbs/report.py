@@ -26,6 +26,7 @@ from mclclip.report import clusters, duration, environment, pictures, scores, st
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.verdict import Verdict
 from mclclip.run.opened import Run
+from mclclip.run.runlog import count_of
 from mclclip.run.trackers import Trackers
 from mclclip.util import files
 from mclclip.verbs import compare
@@ -65,7 +66,7 @@ def run(run_dir: str | None = None, *, config: str | None = None, out: Path | No
 def track(config: Config) -> None:
     """Writes verdict.md and report.html into a run, and logs both to its trackers.
 
-    One that cannot be written is left out with a warning, as the verdict of a run without results.
+    One that cannot be written is left out with a warning.
     """
     opened, paths = Run.open(config.run_dir, config=config), list[Path]()
     for name, text_of in (("verdict.md", _verdict), (NAME, render)):
@@ -166,6 +167,6 @@ def _summary(run: Run, trainings: Sequence[Mapping[str, Any]]) -> list[tuple[str
             tiles.append((f"{samples[0]:,}", "samples", ""))
     if (seconds := story.total([training["seconds"] for training in trainings])) is not None:
         steps = sum(training["steps"] for training in trainings)
-        more = f"{steps:,} steps in {len(trainings)} trainings"
+        more = f"{steps:,} steps in {count_of(len(trainings), 'training')}"
         tiles.append((duration(seconds), "of training", more))
     return tiles

@@ -308,7 +308,7 @@ def test_what_is_gone_is_left_out_with_a_reason(copied: Path) -> None:
     for section in ("clusters", "nearest"):
         assert "no finished index" in text_of(page, section)
     assert "no outcomes of items" in text_of(page, "better")
-    assert "MCL A loss" in text_of(page, "curves")
+    assert "Stage 1: loss" in text_of(page, "curves")
 
 
 def test_gain_and_forgetting_are_drawn_in_one_chart(
