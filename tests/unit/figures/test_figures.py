@@ -254,6 +254,15 @@ def test_every_value_is_in_the_legend(
     assert [text.strip() for text in shown] == plane[2]
 
 
+@pytest.mark.parametrize(("rows", "columns", "name"), [(1, 1, "a/" * 40), (40, 12, "encoder")])
+def test_names_and_numbers_of_a_table_have_room(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, rows: int, columns: int, name: str
+) -> None:
+    values = np.full((rows, columns), 50.0)
+    drawing.table(tmp_path / "a.png", "percent", [name] * rows, [name] * columns, values)
+    assert not recwarn.list  # matplotlib warns where names leave no room
+
+
 def test_dollar_signs_are_no_formula(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     plane = rng.standard_normal((4, 2)), np.array([0, 1, 0, 1]), ["$5_$10", "$10_$20"]

@@ -363,8 +363,10 @@ def test_pictures_of_shards_that_are_gone_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_training_that_runs_is_shown(copied: Path) -> None:
-    (copied / "stage_1" / "train" / "manifest.json").unlink()
+    for name in ("stage_1/train/manifest.json", "results.jsonl"):
+        (copied / name).unlink()
     page = page_of(copied)
+    assert not re.search('id="(results|better|words)"', page)
     assert "so far (it is not finished)" in text_of(page, "story")
     assert "not finished" in text_of(page, "cost")
 
@@ -386,6 +388,9 @@ def test_of_many_samples_some_are_read_and_the_page_says_so(
     page = page_of(copied)
     assert "32 of 48 samples, spread evenly" in text_of(page, "clusters")
     assert "among 16 of 48 samples" in text_of(page, "nearest")
+    made = Run.open(copied)
+    for tuned, names in (("stage_1", ["stage_0", "stage_1"]), (None, ["stage_0"])):
+        assert [*pictures.anchors(made, Thumbnails(made), tuned)[0]["encoders"]] == names
 
 
 def test_pictures_stay_within_their_budget(tmp_path: Path) -> None:
