@@ -284,7 +284,7 @@ def test_head_and_verdict_of_a_fine_tuning_name_one_encoder(tmp_path: Path, best
         assert opened.tuned() not in ("stage_0", best)
         return
     assert opened.recommended() == opened.tuned() == best and best in lines[0]
-    assert "report R@1 30.0 -&gt; 50.0 (+20.0 points), better" in head
+    assert re.search(r"report R@1 30.0 -&gt; 50.0 \(\+20.0 points, .*\+[0-9.]+\), better", head)
     assert "concat" not in head
 
 
