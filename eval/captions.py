@@ -1,7 +1,7 @@
 """Reads images with captions, in one language or several, in the layouts of many data sets.
 
-A reader of a layout returns ``NamedTexts``: names of files that are candidates even without a
-caption, and pairs (file, caption). ``_join`` turns these into images and captions. ``images`` says
+Tables, documents and folders of texts are read as ``mclclip pack`` reads them; only the layout of
+Crossmodal-3600, whose captions lie in objects by their language, is read here. ``images`` says
 which errors are raised.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,21 +18,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mclclip.data.findings import Findings
-from mclclip.data.json_captions import (
-    NamedTexts,
-    captions_of_json,
-    is_list_of_objects,
-    objects_of,
-)
-from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
+from mclclip.data.shard_scan import parse_captions
 from mclclip.data.shard_writer import with_file
-from mclclip.data.table_formats import IMAGE_COLUMNS, present_columns
-from mclclip.data.tables import open_table
+from mclclip.data.table_formats import LINES
+from mclclip.data.tables import Row, find_pictures_of, open_table, usable_rows
 from mclclip.data.text_tables import refuse_misread
 from mclclip.data.training_images import Readable
-from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
+from mclclip.eval.images import find_blobs, read_lines, read_range, read_shards
 from mclclip.eval.metrics import IntArray
-from mclclip.util.files import below, read_json
+from mclclip.util.files import Roots, below
 
 ProtocolName = Literal[
     "coco_val2017_5k_first5",
@@ -85,23 +79,17 @@ def read_captions(
 ) -> ImageTexts:
     """Reads the images and captions of a named protocol, and checks their numbers.
 
-    ``path`` is a .csv, .tsv, .jsonl or .parquet with names of files, captions and perhaps a column
-    split (``open_table``); a .json with a list of such rows, or as of COCO, Karpathy or ShareGPT4V;
-    a .jsonl as of DOCCI; a .token as of Flickr30k; or a folder with a .txt per image, as of
-    Urban1k. Names of files are relative to the folder ``images``. ``split`` replaces that of the
-    protocol. COCO's images without a caption are kept as candidates.
+    ``path`` is a table or a folder of texts, as ``open_table`` takes them for the pictures in the
+    folder ``images``, perhaps with a column split. ``split`` replaces that of the protocol. All
+    images that a table names are candidates, with or without a caption; of a folder of texts those
+    that have one.
     """
     path, images = Path(path), Path(images)
     split = split or CAPTION_RULES[protocol].split
-    if path.is_dir():
-        texts = _caption_files(path, images)
-    elif path.suffix in _READERS:
-        texts = _READERS[path.suffix](path, split)
-    else:
-        raise ValueError(
-            f"{path}: captions come as {', '.join(_READERS)}, or as a folder of .txt files"
-        )
-    return _join(images, texts, protocol, path, f" in the split {split!r}" if split else "")
+    rows = _read_rows(path, images, "split" if split else None, split)
+    part = f" in the split {split!r}" if split else ""
+    texts = [(row.path, row.captions) for row in rows if row.captions or not path.is_dir()]
+    return _join(images, texts, protocol, path, part)
 
 
 def read_languages(
@@ -112,24 +100,32 @@ def read_languages(
 ) -> dict[str, ImageTexts]:
     """Reads images and captions by language; each language is as ``read_captions`` returns it.
 
-    ``path`` is a .csv or .tsv with the columns filepath, title and language, or a .jsonl as of
-    Crossmodal-3600. ``languages`` are some of those in the file (None: all). All images of the file
-    are candidates in every language. Raises the errors of ``read_captions``.
+    ``path`` is a table with a column language, or a .jsonl as of Crossmodal-3600. ``languages`` are
+    some of those in the file (None: all). All images of the file are candidates in every language.
+    Raises the errors of ``read_captions``.
     """
     path, images = Path(path), Path(images)
-    if path.suffix not in _LANGUAGE_READERS:
-        raise ValueError(f"{path}: captions by language come as {', '.join(_LANGUAGE_READERS)}")
-    names, pairs = _LANGUAGE_READERS[path.suffix](path)
-    requested = sorted(pairs) if languages is None else languages
-    unknown = [repr(name) for name in requested if name not in pairs]
+    lines = read_lines(path) if path.suffix in LINES else []
+    if any(isinstance(line, dict) and _KEY in line for _, line in lines):
+        entries = [*map(_entry_of_crossmodal, lines)]
+    else:
+        rows = _read_rows(path, images, "language")
+        entries = [(row.path, {str(row.metadata["language"]): row.captions}) for row in rows]
+    available = sorted({language for _, texts in entries for language in texts})
+    requested = available if languages is None else languages
+    unknown = [repr(name) for name in requested if name not in available]
     if unknown or not requested:
-        available = ", ".join(sorted(pairs)) or "none"
         where = f"in {unknown[0]}" if unknown else "in any of the languages asked for"
-        raise ValueError(f"{path} has no captions {where}: its languages are {available}")
+        raise ValueError(
+            f"{path} has no captions {where}: its languages are {', '.join(available) or 'none'}"
+        )
     return {
-        name: _join(images, (names, pairs[name]), protocol, path, f" in {name!r}")
+        name: _join(
+            images, [(file, texts.get(name, [])) for file, texts in entries], protocol, path,
+            f" in {name!r}",
+        )
         for name in requested
-    }
+    }  # fmt: skip
 
 
 def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
@@ -177,26 +173,60 @@ def _are_in_shards(captions: str) -> bool:
     return captions == "txt" or captions.startswith("json:")
 
 
+def _read_rows(path: Path, images: Path, column: str | None, value: str | None = None) -> list[Row]:
+    """Reads the rows of a table or of a folder of texts as ``mclclip pack`` reads them; of those in
+    a table with ``column`` only the ones with this ``value`` (None: all, and each must have one).
+
+    Raises ValueError if anything might be read otherwise than meant: figures of a part of a
+    benchmark are none of it.
+    """
+    table = open_table(images, path, allow_roots=find_blobs(path))
+    findings = Findings()
+    needed = {"title": table.caption_columns, column: column is None or column in table.columns}
+    if missing := [what for what, there in needed.items() if not there]:
+        raise ValueError(
+            f"{path} has the columns {table.columns}, missing {missing}: name them as in "
+            "'filepath,title,split'"
+        )
+    if table.holds_images:
+        raise ValueError(f"{path} holds images: pack it, and give the folder of its shards")
+    rows = [*usable_rows(table, findings)]
+    refuse_misread(path, findings)
+    if column:
+        lacking = [row.where for row in rows if not row.metadata.get(column)]
+        if lacking and value is None:
+            raise ValueError(f"{path}: {lacking[0]} has no {column}")
+        rows = [row for row in rows if value in (None, row.metadata.get(column))]
+    return find_pictures_of(
+        rows, table, Roots(images), lambda what, _: ValueError(f"{what}: give it as images")
+    )
+
+
 def _join(
-    root: Path, texts: NamedTexts, protocol: ProtocolName, path: Path, part: str
+    root: Path,
+    texts: Iterable[tuple[str, Sequence[str]]],
+    protocol: ProtocolName,
+    path: Path,
+    part: str,
 ) -> ImageTexts:
-    """Makes images and captions of names of files below ``root``. Names of one path are one image.
+    """Makes images and captions of names of files below ``root``, each with some captions. Names of
+    one path are one image.
 
     Raises ValueError if the protocol demands other numbers, and for a file outside of ``root``. For
     its message, ``path`` is the file that has the names, and ``part`` what was read of it, for
     example " in the split 'test'".
     """
-    rule, (names, pairs) = CAPTION_RULES[protocol], texts
-    rows = {name: row for row, name in enumerate(dict.fromkeys(map(os.path.normpath, names)))}
+    rule, by_name = CAPTION_RULES[protocol], dict[str, int]()
     counts: Counter[int] = Counter()
     owners, captions = [], []
-    for name, caption in pairs:
-        row = rows.setdefault(os.path.normpath(name) if name else name, len(rows))
-        counts[row] += 1
-        if counts[row] <= (rule.captions_per_image or math.inf):
-            owners.append(row)
-            captions.append(caption)
-    images = [below(root, name, str(path)) for name in rows]
+    for name, of_name in texts:
+        row = by_name.setdefault(os.path.normpath(name), len(by_name))
+        for caption in of_name:
+            counts[row] += 1
+            if counts[row] <= (rule.captions_per_image or math.inf):
+                owners.append(row)
+                captions.append(caption)
+    images = [below(root, name, str(path)) for name in by_name]
     numbers, published = (len(images), len(captions)), (rule.num_images, rule.num_captions)
     if 0 in numbers:
         raise ValueError(f"{path} has no captions{part}")
@@ -208,114 +238,24 @@ def _join(
     return ImageTexts(images, captions, np.array(owners, dtype=np.int64))
 
 
-# --- layouts -----------------------------------------------------------------------------------
+_KEY = "image/key"
 
 
-def _caption_files(folder: Path, images: Path) -> NamedTexts:
-    """Reads a folder as of Urban1k: it has ``1.txt`` for the image ``1.jpg`` (or another suffix) in
-    ``images``. Raises FileNotFoundError for a caption without an image."""
-    names = {path.stem: path.name for path in sorted(images.iterdir()) if path.suffix != ".txt"}
-    files = sorted(path for path in folder.iterdir() if path.suffix == ".txt")
-    if strangers := [path for path in files if path.stem not in names]:
-        raise FileNotFoundError(
-            f"{len(strangers)} of {len(files)} captions have no image in {images}, such as "
-            f"{strangers[0].name}: an image has the name of its caption"
-        )
-    texts = [read_text_file(path).strip() for path in files]
-    pairs = zip(files, texts, strict=True)
-    return (), [(names[path.stem], text) for path, text in pairs if is_caption(text)]
+def _entry_of_crossmodal(line: tuple[str, Any]) -> tuple[str, dict[str, list[str]]]:
+    """Returns the file and the captions by language of a line of Crossmodal-3600.
 
-
-def _caption_table(path: Path, split: str | None) -> NamedTexts:
-    """Reads the rows of ``split`` (None: all) of a table; ``open_table`` finds the columns."""
-    table, findings = open_table(path), Findings()
-    needed = {"title": table.caption_columns, "split": not split or "split" in table.columns}
-    if missing := [what for what, there in needed.items() if not there]:
-        raise ValueError(
-            f"{path} has the columns {table.columns}, missing {missing}: its first line must name "
-            "them, such as 'filepath,title,split'"
-        )
-    if table.holds_images:
-        raise ValueError(f"{path} holds images: pack it, and give the folder of its shards")
-    rows = [r for r in table.rows(findings) if not split or r.metadata.get("split") == split]
-    refuse_misread(path, findings)
-    if nameless := next((row.where for row in rows if not row.path), None):
-        raise ValueError(f"{path}: {nameless} names no image")
-    return (), [(row.path, text) for row in rows for text in row.captions if is_caption(text)]
-
-
-def _caption_document(path: Path, split: str | None) -> NamedTexts:
-    """Reads objects such as ``{image, caption}``, or the layouts of a .json."""
-    if is_list_of_objects(objects_of(read_json(path, unique_keys=True))):
-        return _caption_table(path, split)
-    return captions_of_json(path, split)
-
-
-def _caption_lines(path: Path, split: str | None) -> NamedTexts:
-    """Reads a .jsonl as of DOCCI, with ``image_file``, ``description`` and perhaps ``split`` in
-    each line; or any table whose columns have common names."""
-    lines = read_lines(path)
-    if lines and isinstance(lines[0][1], dict) and present_columns(lines[0][1], IMAGE_COLUMNS):
-        return _caption_table(path, split)
-    fields = ("image_file", "description", *(["split"] if split else []))
-    pairs: list[tuple[str, str]] = []
-    for line, row in lines:
-        values: list[Any] = [row.get(f) for f in fields] if isinstance(row, dict) else [None]
-        if not all(isinstance(value, str) for value in values):
-            raise ValueError(f"{line} wants the texts {', '.join(fields)}")
-        if not split or values[2] == split:
-            pairs.append((values[0], values[1]))
-    return (), pairs
-
-
-_READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
-    ".csv": _caption_table,
-    ".tsv": _caption_table,
-    ".txt": _caption_table,
-    ".token": _caption_table,  # Flickr30k's
-    ".json": _caption_document,
-    ".parquet": _caption_table,
-    ".jsonl": _caption_lines,
-    ".jsonlines": _caption_lines,
-}
-
-
-# --- layouts with several languages --------------------------------------------------------------
-
-Languages = tuple[list[str], dict[str, list[tuple[str, str]]]]
-"""Names of files that are candidates in every language, and the pairs (file, caption) of each
-language."""
-
-
-def _languages_of_table(path: Path) -> Languages:
-    rows = read_rows(path, ["filepath", "title", "language"], "table of captions")
-    pairs: dict[str, list[tuple[str, str]]] = {}
-    for _, (file, title, language) in rows:
-        pairs.setdefault(language, []).append((file, title))
-    return [*dict.fromkeys(file for _, (file, _, _) in rows)], pairs
-
-
-def _languages_of_lines(path: Path) -> Languages:
-    """Reads a .jsonl as of Crossmodal-3600. A line has ``image/key``, the name of a .jpg without
-    its suffix, and for each language an object whose ``caption`` is a list of captions."""
-    names: list[str] = []
-    pairs: dict[str, list[tuple[str, str]]] = {}
-    for line, row in read_lines(path):
-        key = row.get("image/key") if isinstance(row, dict) else None
-        if not isinstance(key, str):
-            raise ValueError(f"{line} has no image/key, as Crossmodal-3600's have")
-        names.append(f"{key}.jpg")
-        for language, value in row.items():
-            if isinstance(value, dict):
-                captions = value.get("caption")
-                if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-                    raise ValueError(f"{line} has no list caption in {language!r}")
-                pairs.setdefault(language, []).extend((names[-1], text) for text in captions)
-    return names, pairs
-
-
-_LANGUAGE_READERS: Mapping[str, Callable[[Path], Languages]] = {
-    ".csv": _languages_of_table,
-    ".tsv": _languages_of_table,
-    ".jsonl": _languages_of_lines,
-}
+    It has ``image/key``, the name of a .jpg without its suffix, and for each language an object
+    whose ``caption`` is a list of captions.
+    """
+    where, row = line
+    key = row.get(_KEY) if isinstance(row, dict) else None
+    if not isinstance(key, str):
+        raise ValueError(f"{where} has no {_KEY}, as Crossmodal-3600's have")
+    texts: dict[str, list[str]] = {}
+    for language, value in row.items():
+        if isinstance(value, dict):
+            captions = value.get("caption")
+            if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+                raise ValueError(f"{where} has no list caption in {language!r}")
+            texts[language] = captions
+    return f"{key}.jpg", texts

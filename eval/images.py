@@ -53,8 +53,7 @@ class Region:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image in the tar shard ``path``: its key, where its bytes lie, and its name for a reader,
-    which has the file that it was packed from, if that is known."""
+    """An image in the tar shard ``path``: its key, where its bytes lie, its name for a reader."""
 
     path: Path
     key: str
@@ -119,14 +118,17 @@ def read_lines(
 # --- links -------------------------------------------------------------------------------------
 
 
+def find_blobs(folder: Path) -> list[Path]:
+    """Returns the folder ``blobs`` of the Hugging Face Hub's cache if a folder lies in there, in
+    ``snapshots/...``, which consists of links to files in ``blobs``; else nothing."""
+    above = (path for path in folder.resolve().parents if path.name == "snapshots")
+    return [path.with_name("blobs") for path in above]
+
+
 def check_inside(paths: Iterable[Path], folder: Path, *others: Path) -> None:
     """Raises ValueError if a path leads, by a link, out of a benchmark's ``folder`` and ``others``.
-
-    Links of the Hugging Face Hub's cache are allowed: a folder ``snapshots/...`` there consists of
-    links to files in ``blobs/``.
-    """
-    above = next((path for path in folder.resolve().parents if path.name == "snapshots"), None)
-    roots = Roots(folder, *others, *([above.with_name("blobs")] if above else []))
+    Links of the Hugging Face Hub's cache are allowed."""
+    roots = Roots(folder, *others, *find_blobs(folder))
     if outside := next((path for path in paths if roots.real_path(path) is None), None):
         raise ValueError(
             f"{outside} leads to {outside.resolve()}, which is not below {folder}: benchmarks "

@@ -59,7 +59,7 @@ def check(
     path = root / captions
     if _holds_shards(path):
         read_shards(path, shard_captions, first_only=True)
-    elif path.is_dir() or path.suffix in (".csv", ".tsv"):
+    else:
         _read(path, root / images, protocol, split, languages, shard_captions)
 
 

@@ -64,6 +64,8 @@ REASONS = {
     "other_file": "files that are neither pictures nor their texts, left out",
     "hidden": "hidden files and folders (their name begins with a dot), left out",
     "lone_text": "texts without a picture of their name, left out",
+    "shared_text": "pictures that share their text with another one of their name (a.jpg, a.png): "
+    "take masks and copies out of the folder",
     "no_class": "pictures that lie in no folder of a class, left out",
     "sub_folder": "folders within the folder of a class, left out",
     "open_quote": "lines within a quotation mark that is never closed, read as rows of their own: "

@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -178,9 +178,7 @@ def _folder_elsewhere(
 
 
 def _plain_path(name: str) -> str:
-    """Returns an absolute path with single slashes, as one of Windows too; another name stays."""
-    if re.match(r"[A-Za-z]:\\|\\\\", name):
-        name = name.replace("\\", "/")
+    """Returns an absolute path with single slashes; another name stays."""
     return name[:1] + re.sub("/+", "/", name[1:]) if _ABSOLUTE.match(name) else name
 
 
@@ -209,29 +207,34 @@ def folder_format(folder: Path, roots: Roots, elsewhere: TextsOf | None = None) 
     def rows(findings: Findings) -> Rows:
         files = walk(folder, roots, findings)
         if elsewhere is not None:
-            others = elsewhere.walk(findings)
-            others = (path for path in others if suffix_of(path) not in PICTURE_SUFFIXES)
-            files = itertools.chain(files, others)
-            yield from rows_with([*files], elsewhere.of, findings)
+            others = (p for p in elsewhere.walk(findings) if suffix_of(p) not in PICTURE_SUFFIXES)
+            yield from rows_with(
+                itertools.chain(files, others), elsewhere.texts, elsewhere.of, findings
+            )
             return
         for _, group in itertools.groupby(files, key=lambda path: path.parent):
             beside = [*group]
             texts = {path.stem: path for path in beside if suffix_of(path) == "txt"}
-            yield from rows_with(beside, partial(_first_of, texts), findings)
+            yield from rows_with(beside, texts.values(), partial(_first_of, texts), findings)
 
     def rows_with(
-        files: Sequence[Path], text_of: Callable[[Path], Path | None], findings: Findings
+        files: Iterable[Path],
+        texts: Collection[Path],
+        text_of: Callable[[Path], Path | None],
+        findings: Findings,
     ) -> Rows:
-        texts, read = [path for path in files if suffix_of(path) == "txt"], set()
+        unread, read = {*texts}, set()
         for path in files:
             name = os.path.relpath(path, folder)
             if suffix_of(path) in PICTURE_SUFFIXES:
-                read.add(text := text_of(path))
+                if (text := text_of(path)) is not None:
+                    findings.add("shared_text", *[name] * (text in read))
+                    read.add(text)
                 captions_of = _read_captions(text, form, roots, name, findings)
                 yield name, {"file_name": name, "text": captions_of}
-            elif suffix_of(path) != "txt":
+            elif path not in unread:
                 findings.add("other_file", name)
-        for path in sorted({*texts} - read):
+        for path in sorted(unread - read):
             findings.add("lone_text", os.path.relpath(path, folder))
 
     return Format({"file_name": "", "text": ""}, rows, fixed=("file_name", "text"))
@@ -250,12 +253,16 @@ class TextsOf:
     """
 
     def __init__(self, pictures: Path, captions: Path, roots: Roots) -> None:
+        inside, real = pictures.resolve(), captions.resolve()
+        self._is_below = real.is_relative_to(inside)
+        if self._is_below:  # its files have the paths that they have among the pictures
+            captions = pictures / real.relative_to(inside)
         self.pictures, self.captions, self.roots = pictures, captions, roots
-        self._is_below = captions.resolve().is_relative_to(pictures.resolve())
-        texts = [path for path in walk(captions, roots, Findings()) if suffix_of(path) == "txt"]
-        self._texts = {os.path.relpath(path.with_suffix(""), captions): path for path in texts}
-        count = Counter(path.stem for path in texts)
-        self._unique = {path.stem: path for path in texts if count[path.stem] == 1}
+        files = walk(captions, roots, Findings())
+        self.texts = [path for path in files if suffix_of(path) == "txt"]
+        self._texts = {os.path.relpath(path.with_suffix(""), captions): path for path in self.texts}
+        count = Counter(path.stem for path in self.texts)
+        self._unique = {path.stem: path for path in self.texts if count[path.stem] == 1}
         files = walk(pictures, roots, Findings())
         self.files = [path for path in files if suffix_of(path) in PICTURE_SUFFIXES]
         self._ends = Counter(end for path in self.files for end in self._ends_of(path))
@@ -308,16 +315,13 @@ def _read_captions(
 def explain_missing(folder: Path, name: str) -> str | None:
     """Says why ``folder`` has no file of this name; None if it has no similar name.
 
-    It knows the usual causes: file:// urls, backslashes, another Unicode form (macOS stores letters
-    and accents apart), capital letters, and a missing suffix.
+    It knows the usual causes: file:// urls, another Unicode form (macOS stores letters and accents
+    apart), capital letters, and a missing suffix.
     """
     plain, causes = name, []
     if plain.startswith("file:/"):  # pathlib makes one slash of two
         plain = "/" + unquote(plain).removeprefix("file:").lstrip("/")
         causes.append(f"it begins with {FILE_URL}, which is no part of a name")
-    if "\\" in plain:
-        plain = plain.replace("\\", "/")
-        causes.append("it has backslashes, where / is wanted")
     place = folder
     for part in Path(plain).parts:
         near = place / part

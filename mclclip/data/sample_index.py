@@ -8,6 +8,7 @@ table gives random access. Captions are optional: code that needs them asks
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -47,6 +48,7 @@ from mclclip.util.randomness import mix
 
 log = logging.getLogger("mclclip")
 KIND = "index"
+_AT_ONCE = 256  # so many bad samples are read at once from urls
 BAD_SAMPLES = "bad_samples.json"
 EXCLUDED, DAMAGED_COPY = "excluded", "damaged_copy"
 REASONS_OF_ONE_READER = ("unsuitable", "no_caption", "no_row", EXCLUDED, DAMAGED_COPY)
@@ -299,12 +301,15 @@ class SampleIndex:
         of both, which are read; 'missing' if the shard is not there.
         """
         reader, entries = ShardReader([shard.stored for shard in self.shards]), {}
-        for sample_id in self.checked([*reasons]).tolist():
-            shard = int(self.shard_of[sample_id])
-            image_at, text_at = self.image_offset[sample_id], self.text_offset[sample_id]
+        ids = self.checked([*reasons])
+        columns = (getattr(self, name)[ids].tolist() for name in ("shard_of", *RANGES))
+        # Of image and text.
+        ranges = [((n, *of[:2]), (n, *of[2:])) for n, *of in zip(*columns, strict=True)]
+        for number, sample_id in enumerate(ids.tolist()):
+            if number % _AT_ONCE == 0:
+                reader.prefetch(itertools.chain(*ranges[number : number + _AT_ONCE]))
             try:
-                image = reader.read(shard, int(image_at), int(self.image_size[sample_id]))
-                text = reader.read(shard, int(text_at), int(self.text_size[sample_id]))
+                image, text = itertools.starmap(reader.read, ranges[number])
                 mark = f"{len(image)}+{len(text)}:{zlib.crc32(text, zlib.crc32(image)):08x}"
             except FileNotFoundError:
                 mark = "missing"

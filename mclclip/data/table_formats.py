@@ -38,7 +38,8 @@ from mclclip.data.shard_scan import (
 from mclclip.util.files import message_of, parse_json
 
 IMAGE_COLUMNS = (
-    "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"
+    "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "image_file",
+    "url",
 )  # fmt: skip
 CAPTION_COLUMNS = ("title", "caption", "captions", "text", "comment", "txt")
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t", ".txt": "\t", ".token": "\t"}
@@ -279,7 +280,9 @@ def _nested(schema: pa.Schema) -> dict[str, tuple[str, str]]:
     return {
         f"{field.name}.{part.name}": (field.name, part.name)
         for field in schema
-        if _is_list(field.type) and pa.types.is_struct(field.type.value_type)
+        if _is_list(field.type)
+        and pa.types.is_struct(field.type.value_type)
+        and _example(field.type) is None
         for part in field.type.value_type.fields
         if _example(part.type) == "" and field.type.value_type.get_field_index("bytes") < 0
     }
@@ -303,7 +306,9 @@ def _example(kind: pa.DataType) -> Any:
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return ""
     if _is_list(kind):
-        return [] if isinstance(_example(kind.value_type), str | int) else None
+        item = kind.value_type
+        is_turn = types.is_struct(item) and item.get_field_index("from") >= 0  # of a conversation
+        return [] if is_turn or isinstance(_example(item), str | int) else None
     number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
     return 0 if number else None
 

@@ -8,13 +8,14 @@ missing or ambiguous, the error says what to type.
 from __future__ import annotations
 
 import ast
+import codecs
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.hub_tables import open_split
 from mclclip.data.json_captions import json_format
-from mclclip.data.picture_folders import TextsOf, folder_format, walk
+from mclclip.data.picture_folders import TextsOf, find_pictures, folder_format, walk
+from mclclip.data.shard_scan import MAX_TEXT_BYTES, is_caption
 from mclclip.data.shard_writer import image_extension
 from mclclip.data.table_files import find_files, refuse_other_than_texts
 from mclclip.data.table_formats import (
@@ -37,6 +39,7 @@ from mclclip.data.table_formats import (
     Format,
     Rows,
     holds_bytes,
+    is_missing,
     is_stored,
     present_columns,
 )
@@ -49,6 +52,7 @@ log = logging.getLogger("mclclip")
 
 _FEW, _SMALL_BYTES = 10_000, 1 << 14
 _NUMBERED = re.compile(rf"({'|'.join(CAPTION_COLUMNS)})[_ -]?\d+")
+_OTHER_CAPTION_COLUMNS = ("conversations", "description")  # where there is no usual one
 _TEXTS_OF_LISTS = ("raw", *CAPTION_COLUMNS)  # fields of structs in lists that hold captions
 _ITEM = re.compile(r"""\s*('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")\s*,?""")
 
@@ -121,6 +125,32 @@ class Table:
             )
 
 
+def usable_rows(table: Table, findings: Findings) -> Iterator[Row]:
+    """Yields the rows that have an image, without their empty captions."""
+    for row in table.rows(findings):
+        if row.image is None and not row.path:
+            findings.add("no_path", row.where)
+            continue
+        captions = [text for text in map(str.strip, row.captions) if is_caption(text)]
+        if empty := len(row.captions) - len(captions):
+            place = f"{row.where}: {row.path}" if row.path else row.where
+            findings.add("empty_caption", place, count=empty)
+        yield replace(row, captions=captions)
+
+
+def find_pictures_of(
+    rows: Iterable[Row], table: Table, roots: Roots, ask: Callable[[str, Path], ValueError]
+) -> list[Row]:
+    """Returns rows of a table with the paths of their pictures below its ``root``.
+
+    All are held in memory. Raises the errors of `find_pictures`.
+    """
+    rows = [*rows]
+    names = dict.fromkeys(row.path for row in rows if row.image is None)
+    paths = find_pictures(names, table.root, Path(table.path), roots, ask)
+    return [replace(row, path=paths.get(row.path, row.path)) for row in rows]
+
+
 def open_table(
     source: Path,
     captions: Path | None = None,
@@ -160,7 +190,7 @@ def open_table(
         roots = Roots(root, *folders, *allow_roots)
         inputs = partial(_inputs, source if folders else Path(path), files, folders, roots)
     if not table.columns:
-        raise ValueError(f"{path} is empty: wanted a line with the names of columns")
+        raise ValueError(f"{path} is empty: it names no columns")
     images = _image_column(path, root, table, image_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
     for column in (images, *texts):
@@ -208,6 +238,7 @@ def _open_files(
     files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent
     kind = _kind(files[0], delimiter) if files else "folder"
+    kind = _kind_of_json(files[0]) if kind in ("json", "lines") else kind
     if kind not in SEVERAL and len(files) > 1:
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
     if kind == "csv":
@@ -241,6 +272,15 @@ def _kind(path: Path, delimiter: str | None) -> str:
             "delimiter with --delimiter where it is a table of text"
         )
     return KINDS[suffix]
+
+
+def _kind_of_json(path: Path) -> str:
+    """Tells JSON lines from one document, whatever the file is called."""
+    with open(path, "rb") as file:
+        start = file.readline(MAX_TEXT_BYTES).removeprefix(codecs.BOM_UTF8).strip()
+        if start[-1:] == b"}" and file.readline(MAX_TEXT_BYTES).lstrip()[:1] == b"{":
+            return "lines"
+    return "json" if start[:1] == b"[" else KINDS[path.suffix.lower()]
 
 
 def _inputs(
@@ -316,7 +356,7 @@ def _image_column(
     missing += f", it has {_describe(table)}"
     if fits:
         raise ask(f"{missing}: name it", "--path-column", fits[0])
-    raise ValueError(f"{missing}: name the column of names or of bytes with --path-column")
+    raise ask(f"{missing}: name the column of names or of bytes", "--path-column", "COLUMN")
 
 
 def _describe(table: Format) -> str:
@@ -356,15 +396,29 @@ def _caption_columns(
     if candidates or numbered:
         stem = candidates[0].strip().lower() if candidates else ""
         return (*candidates[:1], *(n for n in numbered if n.strip().lower().startswith(stem)))
+    if likely := [name for name in texts if "caption" in name.lower()]:
+        names = " and ".join(map(repr, likely))
+        raise ask(f"{path} may have captions in {names}, name it", "--caption-column", likely[0])
+    if others := present_columns(dict.fromkeys(texts), _OTHER_CAPTION_COLUMNS):
+        return (others[0],)
     nested = [name for name in texts if name.rpartition(".")[2] in _TEXTS_OF_LISTS]
     if nested and not first:
         raise ask(f"{path} has lists of texts in {nested[0]!r}", "--caption-column", nested[0])
-    return tuple(nested[:1])
+    odd = present_columns({**table.columns, **table.unreadable}, CAPTION_COLUMNS)
+    if nested or not odd:
+        return tuple(nested[:1])
+    value = table.columns.get(odd[0], table.unreadable.get(odd[0]))
+    if is_missing(value) or value == "null":  # so far: later rows may have texts
+        return (odd[0],)
+    what = f"{path} has no texts in {odd[0]!r}, such as {value!r}"
+    if isinstance(value, int | float):
+        raise ask(f"{what}: if these are captions", "--caption-column", odd[0])
+    raise ValueError(f"{what}: write them as texts")
 
 
 def _texts(value: Any) -> list[Any]:
-    """Returns the captions of a cell: a list, a text, a number, or the text of a list, as JSON and
-    pandas write it."""
+    """Returns the captions of a cell: a list, a text, a number, the text of a list, as JSON and
+    pandas write it, or the first answer of a conversation, as ShareGPT4V and LLaVA have it."""
     if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] == "]":
         try:
             listed = parse_json(value, "")
@@ -377,7 +431,10 @@ def _texts(value: Any) -> list[Any]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and math.isfinite(value):
         return [str(value)]
-    return value if isinstance(value, list) else [value]
+    if not isinstance(value, list):
+        return [value]
+    turns = [turn for turn in value if isinstance(turn, dict)]
+    return [turn.get("value") for turn in turns if turn.get("from") == "gpt"][:1] or value
 
 
 def _unquote(literal: str) -> str:
@@ -398,13 +455,13 @@ def _check_column(path: Path | str, table: Format, name: str) -> str:
 
 
 def _name(root: Path, value: Any) -> str:
-    """Returns a file name without blanks and byte order marks around it, and without the number of
-    a caption; "" if it is no text.
+    """Returns a file name without blanks and byte order marks around it, without the number of a
+    caption, and with slashes for the backslashes of Windows; "" if it is no text.
 
     If a file below ``root`` has exactly this name, all stays.
     """
     name = _plain(value) if isinstance(value, str) else ""
-    bare = without_number(name.replace("\ufeff", "").strip())
+    bare = without_number(name.replace("\ufeff", "").strip()).replace("\\", "/")
     return name if name != bare and os.path.isfile(root / name) else bare
 
 

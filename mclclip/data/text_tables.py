@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from mclclip.data.table_formats import (
     present_columns,
 )
 
+log = logging.getLogger("mclclip")
 _SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's line before the header
 _SUFFIXES = "|".join(PICTURE_SUFFIXES)
 # Flickr8k and Flickr30k number the captions of a picture.
@@ -163,11 +165,13 @@ def _columns_without_header(path: Path, delimiter: str, cells: Sequence[str]) ->
 
 
 def refuse_misread(path: Path, findings: Findings) -> None:
-    """Raises ValueError if cells of a benchmark's table may be read otherwise than meant."""
-    if faults := findings.only(
-        ["extra_cells", "joined_cells", "open_quote", "joined_lines"]
-    ).lines():
+    """Raises ValueError if anything of a benchmark's table may be read otherwise than meant, or is
+    left out. Empty captions, and other files among the pictures, are logged."""
+    harmless = ("empty_caption", "other_file", "hidden", "linked_folder", "bad_name")
+    if faults := findings.without(harmless).lines():
         raise ValueError(f"{path}: {'; '.join(faults)}")
+    for line in findings.lines():
+        log.warning("%s: %s", path, line)
 
 
 def _where_broken(path: Path, encoding: str) -> str:
@@ -221,7 +225,8 @@ class _TextRows:
             if len(starts) == 1:
                 if len(lines) > 1 and not self._matches(lines):
                     findings.add("joined_lines", f"{name} line {last}", count=len(lines))
-                yield from [(last, row)] * bool(row)
+                is_row = row and not _SEPARATOR.fullmatch(lines[0])  # which no header has skipped
+                yield from [(last, row)] * bool(is_row)
                 continue
             first = last - len(lines) + 1
             findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))

@@ -16,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os.path import isfile
 from pathlib import Path
@@ -35,8 +35,8 @@ from mclclip.data.decode import (
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
-from mclclip.data.picture_folders import UNREADABLE, explain_missing, find_pictures
-from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
+from mclclip.data.picture_folders import UNREADABLE, explain_missing
+from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
     PackedSample,
@@ -45,7 +45,7 @@ from mclclip.data.shard_writer import (
     write_shards,
 )
 from mclclip.data.table_formats import CAPTION_COLUMNS
-from mclclip.data.tables import Row, Table, open_table
+from mclclip.data.tables import Row, Table, find_pictures_of, open_table, usable_rows
 from mclclip.run.artifacts import Artifact, Manifest, is_finished, read_manifest
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make_artifact
@@ -343,16 +343,12 @@ def _join_rows(
 
     If rows name files, all are held in memory, since rows of one file may be far apart.
     """
-    usable = _usable_rows(table, findings)
+    usable = usable_rows(table, findings)
     if table.holds_images:
         groups = itertools.groupby(usable, lambda row: (row.path, row.image))
         return (_merge_captions(group) for _, group in groups), table.count
-    rows = [*usable]
-    names = dict.fromkeys(row.path for row in rows if row.image is None)
-    paths = find_pictures(names, table.root, Path(table.path), roots, ask)
     by_path: dict[tuple[str, bytes | None], Row] = {}
-    for row in rows:
-        row = replace(row, path=paths.get(row.path, row.path))
+    for row in find_pictures_of(usable, table, roots, ask):
         if (first := by_path.setdefault((row.path, row.image), row)) is not row:
             first.captions.extend(row.captions)
     return iter(by_path.values()), len(by_path)
@@ -363,19 +359,6 @@ def _merge_captions(group: Iterator[Row]) -> Row:
     for row in group:
         first.captions.extend(row.captions)
     return first
-
-
-def _usable_rows(table: Table, findings: Findings) -> Iterator[Row]:
-    """Yields the rows that have an image, without their empty captions."""
-    for row in table.rows(findings):
-        if row.image is None and not row.path:
-            findings.add("no_path", row.where)
-            continue
-        captions = [text for text in map(str.strip, row.captions) if is_caption(text)]
-        if empty := len(row.captions) - len(captions):
-            place = f"{row.where}: {row.path}" if row.path else row.where
-            findings.add("empty_caption", place, count=empty)
-        yield replace(row, captions=captions)
 
 
 def _store(size: int, image: tuple[Row, bytes, str]) -> tuple[Row, bytes, bytes | None, str]:

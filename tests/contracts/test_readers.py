@@ -35,7 +35,7 @@ PART_READ = {
     # What is counted, and read nevertheless: it stays without a caption, or in part.
     "no_caption", "no_field", "zero_byte_caption", "bad_json", "bad_text", "several_images",
     "several_lines", "empty_caption", "open_quote", "joined_lines", "extra_cells", "transparent",
-    "narrow_range", "joined_cells",
+    "narrow_range", "joined_cells", "shared_text",
     "no_attribute", "large_caption",
 }  # fmt: skip
 ELSEWHERE = {
@@ -133,9 +133,10 @@ CASES = {
                                                                          "._0.jpg": b""}),
     "names": Case("folder", 9, 6, {"bad_name": 3, "no_caption": 6}, SIX, misnamed),
     "texts": Case(
-        "folder", 13, 12, {"bad_text": 1, "lfs_pointer": 1, "no_caption": 2, "lone_text": 1},
+        "folder", 14, 13,
+        {"bad_text": 1, "lfs_pointer": 1, "no_caption": 2, "lone_text": 1, "shared_text": 1},
         SIX | TEXTS | {"1.txt": "é".encode("utf-16"), "2.txt": b"caf\xe9", "3.txt": POINTER,
-                       "z.txt": b"z"},
+                       "z.txt": b"z", "0.png": picture(6, "PNG")},
     ),
     "bytes": Case(
         "folder", 8, 6,

@@ -348,7 +348,7 @@ def test_a_misspelled_column_is_named_over_a_finished_output_too(
     ("content", "message"),
     [
         (b"picture,title\na.jpg,x\n", r"no column of images .*it has \['picture', 'title'\]"),
-        (b"", "is empty: wanted a line with the names of columns"),
+        (b"", "t.csv is empty"),
         (b"filepath,title\n", "no usable image in .*it has no rows"),
         (b"filepath,title\nnone.jpg,x\n", "no usable image in .*1 images that are not in the fold"),
         (b"filepath,title\na.jpg," + b"x" * (1 << 25) + b"\n", "does not parse: field larger"),

@@ -51,6 +51,13 @@ def bytes_table(folder: Path) -> str:
     return "t.parquet"
 
 
+def conversations_table(folder: Path) -> str:
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}]
+    table = pa.table({"image": ["0.jpg"], "conversations": [turns]})
+    pq.write_table(table, folder / "t.parquet")
+    return "t.parquet"
+
+
 # A maker of the table beside the pictures 0.jpg and 1.jpg, the captions packed, and what is counted
 # beside pictures without captions.
 READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
@@ -74,6 +81,42 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
     "text as bytes": (bytes_table, ["a"], {"bad_text": 1, "empty_caption": 1, "no_caption": 1}),
     "Excel's line of the delimiter": (
         write("t.csv", "sep=;\r\nimage;caption\r\n0.jpg;a, x\r\n1.jpg;b\r\n"), ["a, x", "b"], {},
+    ),
+    "Excel's line before rows without a header": (
+        write("t.csv", "sep=;\r\n0.jpg;a, x\r\n1.jpg;b\r\n"), ["a, x", "b"], {},
+    ),
+    "a null and a NaN at names of pictures": (
+        write("t.json", '{"0.jpg": NaN, "1.jpg": "b", "2.jpg": null}'),
+        ["b"], {"empty_caption": 2, "missing_image": 1, "no_caption": 1},
+    ),
+    "a null among Karpathy's sentences": (
+        document({"images": [{"filename": "0.jpg", "sentences": [{"raw": "a"}, {"raw": None}]}]}),
+        ["a"], {"empty_caption": 1},
+    ),
+    "conversations, and a description of no use": (
+        lines(*({"image": name, "description": "", "conversations": [
+            {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": text}]}
+            for name, text in zip(NAMES, "ab", strict=True))),
+        ["a", "b"], {},
+    ),
+    "descriptions": (
+        lines(*({"image_file": name, "description": name, "label": "x"} for name in NAMES)),
+        [*NAMES], {},
+    ),
+    "conversations of Parquet": (conversations_table, ["a"], {}),
+    "a hundred nulls before a caption": (
+        lines(*[{"image": "0.jpg", "caption": None}] * 100, {"image": "1.jpg", "caption": "b"}),
+        ["b"], {"empty_caption": 100, "no_caption": 1},
+    ),
+    "lines in a .json": (
+        write("t.json", '{"image": "0.jpg", "caption": "a"}\n{"image": "1.jpg", "caption": "b"}'),
+        ["a", "b"], {},
+    ),
+    "a document in a .jsonl": (
+        write("t.jsonl", '\ufeff[\n{"image": "0.jpg", "caption": "a"}]'), ["a"], {},
+    ),
+    "backslashes of Windows": (
+        write("t.csv", "image,caption\nphotos\\0.jpg,a\nphotos\\1.jpg,b\n"), ["a", "b"], {},
     ),
     "commas in a .tsv": (write("t.tsv", "image,caption\n0.jpg,a\n1.jpg,b\n"), ["a", "b"], {}),
     "a number as caption": (
@@ -150,11 +193,11 @@ def test_odd_names_of_pictures_in_a_folder(folder: Path) -> None:
         (
             "t.json", '{"images": [{"id": 1, "file_name": "0.jpg"}], "annotations": '
             '[{"image_id": 1}, {"image_id": [1]}]}',
-            "'image_id': .1.}\" as number 2 of 'annotations'",
+            r"t\.json annotation 2",
         ),
         (
             "t.json", '{"images": [{"id": 1}], "annotations": []}',
-            "as number 1 of 'images', wanted an object with file_name and id",
+            r"t\.json image 1 .*file_name",
         ),
         (
             "t.jsonl", '{"image": "0.jpg"}\n{"image": \n',
@@ -171,6 +214,32 @@ def test_an_odd_place_is_named(name: str, text: str | bytes, message: str, folde
     with pytest.raises(ValueError, match=message) as error:
         packed(folder, captions=folder / name)
     assert "\n" not in str(error.value)
+
+
+def test_a_column_of_numbers_is_named_and_read_if_it_is_asked_for(folder: Path) -> None:
+    pq.write_table(pa.table({"image": [*NAMES], "caption": [1984, 7]}), folder / "t.parquet")
+    with pytest.raises(ValueError, match="'caption', such as 1984.*--caption-column caption"):
+        packed(folder, captions=folder / "t.parquet")
+    assert packed(folder, captions=folder / "t.parquet", caption_column="caption")[0] == [
+        "1984",
+        "7",
+    ]
+
+
+def test_a_column_of_structs_is_refused_and_one_of_nulls_has_no_captions(folder: Path) -> None:
+    for value, name in (({"en": "a"}, "t.parquet"), (None, "null.parquet")):
+        pq.write_table(pa.table({"image": ["0.jpg"], "caption": [value]}), folder / name)
+    with pytest.raises(ValueError, match="'caption', such as 'struct<en: string>'"):
+        packed(folder, captions=folder / "t.parquet")
+    counts = {"empty_caption": 1, "no_caption": 1}
+    assert packed(folder, captions=folder / "null.parquet") == ([], counts)
+
+
+def test_columns_that_may_hold_captions_are_offered(folder: Path) -> None:
+    table = folder / lines({"image": "0.jpg", "short_caption": "a", "long_caption": "b"})(folder)
+    with pytest.raises(ValueError, match="'long_caption'.*--caption-column short_caption"):
+        packed(folder, captions=table)
+    assert packed(folder, captions=table, caption_column="long_caption")[0] == ["b"]
 
 
 def test_columns_of_a_list_of_json_are_chosen_as_those_of_any_table(folder: Path) -> None:

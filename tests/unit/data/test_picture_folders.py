@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mclclip.data.findings import Findings
 from mclclip.data.picture_folders import explain_missing, folder_format
 from mclclip.util.files import Roots
 
@@ -17,7 +18,6 @@ NFC, NFD = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
         (f"sub/caf{NFC}.jpg", "Unicode form"),
         (f"file://{{}}/sub/caf{NFD}.jpg", "file://"),
         (f"file:{{}}/sub/caf{NFD}.jpg", "file://"),
-        (f"sub\\caf{NFD}.jpg", "backslashes"),
         (f"sub/caf{NFD}", ".jpg"),
         (f"SUB/caf{NFC}.JPG", "capital letters"),
     ],
@@ -51,3 +51,14 @@ def test_texts_of_numbers_alone_may_be_labels(
         (tmp_path / f"{number}.txt").write_text(text)
     folder_format(tmp_path, Roots(tmp_path))
     assert any(record.levelname == "WARNING" for record in caplog.records) == warns
+
+
+def test_pictures_that_share_a_text_are_counted(tmp_path: Path) -> None:
+    for name in ("a.jpg", "a.png", "b.jpg", "b.png"):
+        (tmp_path / name).touch()
+    for name in ("a.txt", "b.jpg.txt", "b.png.txt"):
+        (tmp_path / name).write_text(name)
+    rows = folder_format(tmp_path, Roots(tmp_path)).rows(findings := Findings())
+    texts = {fields["file_name"]: fields["text"] for _, fields in rows}
+    assert texts["a.jpg"] == texts["a.png"] == ["a.txt"]
+    assert findings.to_json() == {"shared_text": {"count": 1, "examples": ["a.png"]}}

@@ -430,10 +430,13 @@ def test_what_is_ambiguous_is_one_line_with_the_command(
         ("t.parquet", b"PAR1 is not all of it", r"t\.parquet cannot be read .*fetch or write it"),
         ("t.arrow", b"no arrow", r"t\.arrow cannot be read"),
         ("t.jsonl", b'{"image": "b.png"}\n{"image": \n', r"t\.jsonl line 2 is not valid JSON"),
-        ("t.jsonl", b"[1]\n", "line 1 is not an object of columns"),
-        ("t.jsonl", b"[" * 900 + b"]" * 900, "line 1 is nested deeper than 64 levels"),
+        ("t.jsonl", b"1\n", "line 1 is not an object of columns"),
+        ("t.jsonl", b'{"a":' * 900 + b"1" + b"}" * 900, "line 1 is nested deeper than 64 levels"),
         ("t.json", b"{}", "holds neither COCO captions"),
-        ("t.json", b'{"b.png": 3}', "holds neither COCO captions"),
+        ("t.json", b'{"b.png": "a", "c.png": 3}', "has 3 at 'c.png'"),
+        ("t.json", b"[]", "t.json is empty"),
+        ("t.json", b'{"image": {"0": "b.png"}, "text": {"0": "a"}}', "holds neither COCO captions"),
+        ("t.json", b"[null, 3]", "begins with 'None', wanted an object"),
         ("t.json", b'{"train": [{"a": "b"}], "val": [{"a": "b"}]}', "holds neither COCO captions"),
         ("t.json", b'{"b.png": "x", "tags": [{"image": "c.webp"}]}', "holds neither COCO captions"),
         ("t.json", b'{"b.png": "x", "b.png": "y"}', "b.png"),
@@ -574,7 +577,8 @@ def test_a_text_is_not_of_a_picture_in_another_folder(tmp_path: Path, photos: Pa
     (texts / "sub" / "a.txt").write_text("of sub/a")
     (photos / "b.txt").write_text("beside a picture, and not read")
     counts = pack(tmp_path / "all", tmp_path / "p", captions=texts).counts
-    assert counts["captions"] == 2 and counts["findings"]["lone_text"]["count"] == 2
+    assert counts["captions"] == 2 and counts["findings"]["lone_text"]["count"] == 1
+    assert counts["findings"]["other_file"]["examples"] == ["in/b.txt"]
 
 
 def test_two_folders_of_another_machine_are_told_apart(tmp_path: Path, photos: Path) -> None:

@@ -78,6 +78,9 @@ def test_a_table_has_a_column_of_languages(languages: Path, planted: Any) -> Non
     assert [*found] == ["de", "en"]
     assert [len(data.images) for data in found.values()] == [2, 2]  # candidates of both
     assert found["de"].captions == ["1"] and found["de"].caption_image.tolist() == [0]
+    (languages / "captions.csv").write_text("\n".join([*rows, "0002.jpg,no one's,"]))
+    with pytest.raises(ValueError, match="line 5 has no language"):
+        captions.read_languages(languages / "captions.csv", languages / "images")
 
 
 def test_mistakes_in_languages_are_one_line(languages: Path, planted: Any) -> None:
