@@ -128,7 +128,8 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
     Raises `DecodeError` for everything that is wrong with the data, and nothing else.
     """
     with _opened(data, max_image_pixels) as image:
-        return upright_rgb(image)
+        upright: Image.Image = upright_rgb(image)
+        return upright
 
 
 def shrink(data: bytes, max_image_pixels: int, side: int) -> bytes | None:
@@ -273,12 +274,16 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
             yield image
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
+def upright_rgb(image: Any) -> Any:
     """Makes a picture that PIL has opened upright 8-bit RGB, as the head of this file describes.
 
-    Raises `DecodeError` for floating-point pixels, and PIL's errors for broken ones.
+    What is no picture of PIL's, such as a tensor, stays as it is. Raises `DecodeError` for
+    floating-point and for broken pixels.
     """
-    image.load()
+    if not isinstance(image, Image.Image):
+        return image
+    with _as_decode_error():
+        image.load()
     return _upright(_to_rgb(image), _orientation(image))
 
 

@@ -2,8 +2,7 @@
 
 They are exactly open_clip's for pictures that are upright 8-bit RGB, as mclclip decodes them. Other
 pictures are first turned upright by their EXIF orientation and converted to RGB, as in mclclip;
-open_clip does neither, so its pixels of rotated, palette and transparent pictures differ. 16-bit
-grey is converted as Pillow does it, while mclclip scales it to 8 bits.
+open_clip does neither, so its pixels of rotated, palette, transparent and 16-bit pictures differ.
 
 transformers' own processor rounds the place of the centre crop down; open_clip (torchvision) rounds
 halves to the even number. Where the longer side of the resized picture leaves 3, 7, 11, ... pixels
@@ -70,6 +69,8 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
         if not isinstance(image, Image.Image):
             image = Image.fromarray(np.asarray(image))
         upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # 16 bits, of which Pillow would keep the low ones
+            upright = Image.fromarray((np.asarray(upright).clip(0, 65535) // 256).astype(np.uint8))
         if upright.has_transparency_data:
             below = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(below, upright.convert("RGBA"))

@@ -158,21 +158,22 @@ def _check_gelu(model_cfg: Mapping[str, Any], label: str, quick_gelu: bool, whos
 
 
 def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[str, Any]:
-    """Returns the configuration with the fields that the weights' tensor names show (see
-    `state_dicts.complete_config`). Raises ValueError if the files beside the weights say that they
-    were trained with another activation."""
+    """Returns the configuration with the fields that the weights' tensors show (see
+    `state_dicts.complete_config`). Raises ValueError if the weights, or files beside them, say that
+    they were trained with another activation."""
     model_cfg = config["model_cfg"]
     if file is None or not {"text_cfg", "vision_cfg"} <= {*model_cfg}:
         return config
     if WIDTH in model_cfg["text_cfg"]:
         return config
-    recorded = state_dicts.recorded_quick_gelu(file)
-    if recorded is not None:
-        _check_gelu(model_cfg, label, recorded, f"the weights {file}")
     if file.suffix in _BIG_VISION:
         return config
     with _loading(file):
-        return {**config, "model_cfg": state_dicts.complete_config(model_cfg, file)}
+        tensors = state_dicts.read(file, "meta")
+    recorded = state_dicts.recorded_quick_gelu(file, tensors)
+    if recorded is not None:
+        _check_gelu(model_cfg, label, recorded, f"the weights {file}")
+    return {**config, "model_cfg": state_dicts.complete_config(model_cfg, tensors, file)}
 
 
 _TWINS = re.compile(
@@ -358,7 +359,7 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
     with torch.random.fork_rng(devices=[]):  # timm draws tables of relative positions
         set_image_size(clip.visual)
-    return clip
+    return clip.float()  # whatever torch's default dtype is
 
 
 def fill(clip: Any, file: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from mclclip.data.decode import upright_rgb
 from mclclip.data.text_rows import TextRows
 from mclclip.models import weights
 from mclclip.models.encoder_names import resolve_name
@@ -84,7 +85,10 @@ class Encoder(nn.Module):
         scale = stages[0].logit_scale()
         self.logit_scale = math.nan if scale.is_meta else scale.item()
         self.tokenizer = stages[0].tokenizer
-        self.preprocess_val = stages[0].preprocess_val
+        transform: Any = stages[0].preprocess_val
+        if steps := getattr(transform, "transforms", None):  # open_clip's, which expects RGB
+            transform = type(transform)([upright_rgb, *steps])
+        self.preprocess_val = transform
         self.eval()
 
     def __repr__(self) -> str:

@@ -105,13 +105,15 @@ def check_encoder(name: str, *, text: bool) -> None:
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:
     """Splits ``NAME@PRETRAINED`` into name and tag; the tag is None if nothing follows the @.
 
-    An existing path is a name, even with an @ in it. The name of a model config that is shipped
-    beside the recipes, such as ``tiny_clip``, becomes its path.
+    An existing path is a name, even with an @ in it, and an existing file is a tag. The name of a
+    model config that is shipped beside the recipes, such as ``tiny_clip``, becomes its path.
     """
     path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
     name, tag = where, None
     if "@" in path and not Path(path).exists():
-        name, _, tag = str(where).rpartition("@")
+        parts = str(where).split("@")
+        splits = [("@".join(parts[:n]), "@".join(parts[n:])) for n in range(1, len(parts))]
+        name, tag = next((split for split in splits if Path(split[1]).is_file()), splits[-1])
     shipped = RECIPES / f"{name}.json"
     is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
     return str(shipped) if is_shipped else name, tag or None

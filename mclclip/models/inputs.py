@@ -47,6 +47,8 @@ def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tens
     if isinstance(picture, Tensor) and picture.ndim == 3 and picture.is_floating_point():
         return picture
     if isinstance(picture, np.ndarray) and picture.dtype == np.uint8 and picture.ndim == 3:
+        if not picture.size:
+            raise ValueError(f"a picture is {_kind(picture)}, which has no pixels: leave it out")
         if as_transform(transform).reads_arrays:
             return transform(picture)
         if picture.shape[2] == 3:

@@ -1,9 +1,10 @@
 """Reads files of weights that other programs saved, and fits their tensors to a model.
 
 A checkpoint may hold more than a model's tensors; these then lie under one of its keys. If a model
-was compiled, wrapped or part of a larger module, all names begin with the same prefix, which is
-removed. If tensors still do not fit, one error line lists those that the file lacks or has beyond
-the model's.
+was part of a larger module, its names begin with a prefix, which is removed, and the other tensors
+of that module are not read. Parts of names that wrappers add, such as torch.compile, are removed
+too. If tensors still do not fit, one error line lists those that the file lacks or has beyond the
+model's.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,12 @@ log = logging.getLogger("mclclip")
 
 # Keys of checkpoints under which a model's tensors may lie; the first that exists is read. Trained
 # weights come before their moving average, which is read only if there is nothing else.
-_KEYS = ("state_dict", "model_state_dict", "model", "module", "ema", "model_ema", "state_dict_ema")
-_TOWERS = {"visual", "text"}  # begin the names of one tower, and are no prefix to be removed
-_CONSTANTS = {"input_resolution", "context_length", "vocab_size"}  # beside OpenAI's tensors
+_KEYS = ("state_dict", "model_state_dict", "model", "module", "ema", "model_ema", "state_dict_ema",
+         "ema_state_dict")  # fmt: skip
+# What torch.compile, FSDP and activation checkpointing add to names, at any place.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_CONSTANTS = ("input_resolution", "context_length", "vocab_size")  # beside OpenAI's tensors
+_LATE = "positional_embedding_res"  # Long-CLIP's second table of positions
 # Errors of torch.load for a file that it cannot read.
 _NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 # Names of positions in an image tower: a ViT's of open_clip and of timm, a ResNet's in its pool.
@@ -43,7 +48,9 @@ def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     On the device "meta" they have no values. Raises ValueError for TorchScript, pickled code, a
     damaged file, and a file without tensors.
     """
-    if file.suffix == ".safetensors":
+    with open(file, "rb") as stream:
+        begins_with_header = stream.read(9)[8:] == b"{"  # behind its length, in safetensors
+    if begins_with_header or file.suffix == ".safetensors":
         with weights.open_tensors(file) as opened:
             if device == "meta":
                 shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}
@@ -67,7 +74,13 @@ def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
             f"it holds {_describe(saved)} and no tensors of a model by their names: save the "
             "model's state_dict() in a file of its own"
         )
-    return _without_prefix({n: t for n, t in tensors.items() if n not in _CONSTANTS})
+    tensors, others = _without_prefix(tensors)
+    if others and device != "meta":
+        log.info("%s: not read are %s, beside the model", file, _first_few(others))
+    if _LATE in tensors and (first := tensors.get("positional_embedding")) is not None:
+        kept = towers.UNCHANGED  # of which Long-CLIP reads the first table, then the second
+        tensors["positional_embedding"] = torch.cat([first[:kept], tensors.pop(_LATE)[kept:]])
+    return tensors
 
 
 def _unpickle(file: Path, device: str) -> Any:
@@ -83,6 +96,13 @@ def _unpickle(file: Path, device: str) -> Any:
     try:
         return torch.load(file, map_location=device, weights_only=True)
     except _NO_PICKLE as error:  # torch would advise to run the file's code
+        if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            raise ValueError(
+                f"it holds a {files.printable(found[1])} beside or around its tensors, which only "
+                f"code can read: where you trust it, load it with torch.load({file.name!r}, "
+                "weights_only=False), save the model's state_dict() in a file of its own by "
+                "torch.save, and give that file"
+            ) from error
         raise ValueError(
             "it is neither safetensors nor a plain state dict saved by torch"
         ) from error
@@ -95,22 +115,42 @@ def _describe(saved: object) -> str:
     return f"a {type(saved).__name__}"
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Removes a prefix that all names share, such as ``_orig_mod.`` or ``module.model.``."""
-    while len(firsts := {name.partition(".")[0] for name in tensors}) == 1:
-        (first,) = firsts
-        if first in _TOWERS or first in tensors:
-            break
-        tensors = {name.removeprefix(f"{first}."): tensor for name, tensor in tensors.items()}
-    return tensors
+def _without_prefix(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Removes what precedes ``visual``, which begins the names of an image tower, such as
+    ``module.model.``, and the names of wrappers.
 
-
-def recorded_quick_gelu(file: Path) -> bool | None:
-    """Returns whether weights were trained with quick GELU, according to other files.
-
-    These are ``open_clip_config.json`` beside the weights, or ``params.txt`` of open_clip's
-    training above the folder ``checkpoints``. None if neither says it.
+    Returns the model's tensors, and the names of those without that prefix. Raises ValueError for
+    several models, such as a student and its teacher.
     """
+    plain = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): tensor
+        for name, tensor in tensors.items()
+    }
+    cuts = [f".{name}".partition(".visual.") for name in plain]
+    places = sorted({before[1:] for before, tower, _ in cuts if tower})
+    if not places or "" in places:
+        return plain, []
+    if len(places) > 1:
+        raise ValueError(
+            f"it holds {len(places)} models, {_first_few(places)}: save the state_dict() of one "
+            "in a file of its own"
+        )
+    prefix = f"{places[0]}."
+    inside = {n.removeprefix(prefix): t for n, t in plain.items() if n.startswith(prefix)}
+    others = [name for name in plain if not name.startswith(prefix)]
+    is_model = not others or "logit_scale" in inside  # else the message lists all names
+    return (inside, others) if is_model else (plain, [])
+
+
+def recorded_quick_gelu(file: Path, names: Collection[str]) -> bool | None:
+    """Returns whether weights were trained with quick GELU; None if nothing says it.
+
+    The names of OpenAI's own files, which hold three constants, do, and so do other files:
+    ``open_clip_config.json`` beside the weights, or ``params.txt`` of open_clip's training above
+    the folder ``checkpoints``.
+    """
+    if {*_CONSTANTS} <= {*names}:
+        return True
     beside, params = file.parent / weights.CONFIG, file.parent.parent / "params.txt"
     if beside.is_file():
         config = weights.read_config(file.parent)["model_cfg"]
@@ -120,25 +160,41 @@ def recorded_quick_gelu(file: Path) -> bool | None:
     text = files.read_bounded(params, 1 << 20).decode(errors="replace")
     lines = dict(line.partition(": ")[::2] for line in text.splitlines())
     model = lines.get("model", "").strip()
-    return lines.get("force_quick_gelu") == "True" or model.endswith("-quickgelu")
+    if lines.get("force_quick_gelu") == "True" or model.endswith("-quickgelu"):
+        return True
+    if lines.get("pretrained", "").strip() != "openai":
+        return False
+    log.warning(
+        "%s was trained from OpenAI's weights as %s: open_clip before version 3 then took quick "
+        "GELU all the same, later ones do not; compare %s and %s-quickgelu", file, *3 * [model]
+    )  # fmt: skip
+    return None
 
 
-def complete_config(model_cfg: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Returns the model config with the fields that the tensor names in a file of weights show.
+def complete_config(
+    model_cfg: Mapping[str, Any], tensors: Mapping[str, Tensor], file: Path
+) -> dict[str, Any]:
+    """Returns the model config with the fields that the tensors in a file of weights show.
 
     These are ``custom_text``, if the text tower is a module of its own (open_clip's
-    --force-custom-text), and ``init_logit_bias``, if there is a logit bias (--siglip). Logs one
-    line if something is added. Raises the errors of `read`.
+    --force-custom-text), ``init_logit_bias``, if there is a logit bias (--siglip), and
+    ``context_length``, if Long-CLIP has stretched CLIP's. Logs one line if something is added.
     """
-    names = read(file, "meta").keys()
+    names = tensors.keys()
     added: dict[str, Any] = {}
     if not model_cfg.get("custom_text") and any(name.startswith("text.") for name in names):
         added["custom_text"] = True
     if "logit_bias" in names and model_cfg.get("init_logit_bias") is None:
         added["init_logit_bias"] = -10.0  # open_clip's; the weights bring the value
-    if added:
-        fields = ", ".join(f"{name}: {str(value).lower()}" for name, value in added.items())
-        log.info("the names in %s complete the model's configuration: %s", file, fields)
+    fields, text_cfg = {**added}, model_cfg["text_cfg"]
+    positions = tensors.get("positional_embedding", tensors.get("text.positional_embedding"))
+    if positions is not None and len(positions) == towers.LONGEST:
+        if text_cfg.get("context_length", towers.CONTEXT) == towers.CONTEXT:
+            fields["context_length"] = towers.LONGEST
+            added["text_cfg"] = {**text_cfg, "context_length": towers.LONGEST}
+    if fields:
+        shown = ", ".join(f"{name}: {str(value).lower()}" for name, value in fields.items())
+        log.info("the tensors in %s complete the model's configuration: %s", file, shown)
     return {**model_cfg, **added}
 
 
@@ -154,7 +210,8 @@ def fill(clip: Any, tensors: dict[str, Tensor], file: Path) -> None:
             tensors[name] = tensors[name].reshape(state[name].shape)
     if "logit_bias" in state:  # weights of CLIP, for a training with SigLIP's loss, have none
         tensors.setdefault("logit_bias", torch.zeros_like(state["logit_bias"]))
-    tensors = {n: t for n, t in tensors.items() if n in state or not n.endswith("position_ids")}
+    left_out = ("position_ids", *_CONSTANTS)
+    tensors = {n: t for n, t in tensors.items() if n in state or not n.endswith(left_out)}
     _resize_positions(clip, tensors, state, file)
     _check_names(tensors, state)
     clip.load_state_dict(tensors, strict=True)
@@ -178,7 +235,7 @@ def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
     if not problems:
         return
     layout = " (transformers' names: give the folder as hf:FOLDER)"
-    of_transformers = any(name.startswith(("vision_model.", "text_model.")) for name in strange)
+    of_transformers = any("vision_model." in name or "text_model." in name for name in strange)
     raise ValueError("; ".join(problems) + layout * of_transformers)
 
 

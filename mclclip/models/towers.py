@@ -400,9 +400,9 @@ def text_layout(tower: nn.Module) -> TowerLayout:
 # tokens becomes 248. In a causal tower no token sees those after it, so a text that ends within 20
 # tokens keeps its features. A tower without a causal mask sees the padding too, and its features
 # change.
-_UNCHANGED, _RATIO = 20, 4
-_LONGEST = 248  # what 77 tokens become; more means that a context was stretched before
-_CONTEXT = 77  # open_clip's default
+UNCHANGED, _RATIO = 20, 4
+LONGEST = 248  # what 77 tokens become; more means that a context was stretched before
+CONTEXT = 77  # open_clip's default
 
 
 def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,23 +413,23 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     that was stretched before.
     """
     text = dict(model_cfg.get("text_cfg") or {})
-    length, reason = text.get("context_length", _CONTEXT), ""
+    length, reason = text.get("context_length", CONTEXT), ""
     if not text:
         reason = "the model has no text tower"
     elif text.get("hf_model_name"):
         reason = f"the text tower is {text['hf_model_name']} of Hugging Face"
     elif text.get("embed_cls"):
         reason = "the text tower has a class token after the text (embed_cls)"
-    elif length <= _UNCHANGED:
-        reason = f"the text tower has a context of {length} tokens, wanted more than {_UNCHANGED}"
-    elif (longer := _UNCHANGED + _RATIO * (length - _UNCHANGED)) > _LONGEST:
+    elif length <= UNCHANGED:
+        reason = f"the text tower has a context of {length} tokens, wanted more than {UNCHANGED}"
+    elif (longer := UNCHANGED + _RATIO * (length - UNCHANGED)) > LONGEST:
         reason = (
-            f"the context of {length} tokens would become {longer}, wanted {_LONGEST} at most (it "
+            f"the context of {length} tokens would become {longer}, wanted {LONGEST} at most (it "
             "may have been stretched before)"
         )
     if reason:
         raise ValueError(
-            f"long_context=true stretches the positions after the first {_UNCHANGED} of "
+            f"long_context=true stretches the positions after the first {UNCHANGED} of "
             f"open_clip's own text towers, and {reason}: set long_context=false, or take another "
             "model"
         )
@@ -443,10 +443,10 @@ def stretch_positions(positions: Tensor) -> Tensor:
     For j = 0 to 3, row 20 + 4 i + j is (1 - j/4) p_{20+i} + (j/4) p_{21+i}. Behind the last
     position p_{L-1} the line from p_{L-2} to p_{L-1} is continued.
     """
-    rows, steps = positions[_UNCHANGED:], positions[_UNCHANGED - 1 :].diff(dim=0)
+    rows, steps = positions[UNCHANGED:], positions[UNCHANGED - 1 :].diff(dim=0)
     steps = torch.cat([steps[1:], steps[-1:]])
     quarters = [rows + j / _RATIO * steps for j in range(_RATIO)]
-    return torch.cat([positions[:_UNCHANGED], torch.stack(quarters, dim=1).flatten(0, 1)])
+    return torch.cat([positions[:UNCHANGED], torch.stack(quarters, dim=1).flatten(0, 1)])
 
 
 def stretch(clip: Any) -> None:

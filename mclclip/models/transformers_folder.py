@@ -87,6 +87,11 @@ def find(name: str) -> Path:
             weights.fetch_quietly(what, lambda: snapshot_download(where, allow_patterns=[*_FILES]))
         )
     if not (directory / CONFIG).is_file():
+        if inner := sorted(directory.glob(f"*/{CONFIG}")):  # as sentence-transformers saves it
+            raise FileNotFoundError(
+                f"{directory} has no {CONFIG}, but {inner[0]} is there: give "
+                f"{PREFIX}{inner[0].parent}"
+            )
         raise FileNotFoundError(
             f"{directory} has no {CONFIG}: a model of transformers has one, an export of mclclip "
             f"or open_clip is named without {PREFIX}"

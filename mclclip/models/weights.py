@@ -170,16 +170,25 @@ def refuse_joined(name: object) -> None:
 
 
 def find_weights(directory: Path) -> Path:
-    """Returns the weights file in a model's directory; safetensors are preferred.
+    """Returns the weights file in a model's directory; one of open_clip's name is preferred, since
+    a folder of the hub may also hold transformers' weights, and then safetensors.
 
-    Raises FileNotFoundError if there is none, and ValueError if the directory is a concat.
+    Raises FileNotFoundError if there is none, and ValueError if several could be meant, or the
+    directory is a concat.
     """
     directory = Path(directory)
     refuse_joined(directory)
-    if (directory / WEIGHTS).is_file():
-        return directory / WEIGHTS
+    for pattern in (WEIGHTS, *(f"open_clip_*{s}" for s in _WEIGHTS_DATA), IMAGE_WEIGHTS):
+        if weight_files := sorted(directory.glob(pattern)):
+            return weight_files[0]
     for suffix in _WEIGHTS_DATA:
-        if weight_files := sorted(directory.glob(f"*{suffix}")):
+        weight_files = sorted(directory.glob(f"*{suffix}"))
+        if len(weight_files) > 1:
+            raise ValueError(
+                f"{directory} has {len(weight_files)} files of weights, {weight_files[0].name} and "
+                f"others: leave one, or call the right one open_clip_model{suffix}"
+            )
+        if weight_files:
             return weight_files[0]
     raise FileNotFoundError(f"{directory} has {CONFIG} but no weights: export the model again")
 

@@ -135,7 +135,7 @@ def test_exports_load_in_plain_open_clip(done: Run, name: str) -> None:
         torch.testing.assert_close(ours.encode_image(images), image_features, rtol=0, atol=1e-6)
         torch.testing.assert_close(ours.encode_text(tokens), text_features, rtol=0, atol=1e-6)
     assert ours.logit_scale == pytest.approx(plain.logit_scale.exp().item(), rel=1e-6)
-    assert str(ours.preprocess_val) == str(preprocess)
+    assert str(ours.stages[0].preprocess_val) == str(preprocess)
 
 
 def test_concat_is_a_directory_that_load_model_reads(done: Run) -> None:

@@ -66,6 +66,9 @@ def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: s
     layered = Image.fromarray(random.integers(0, 256, (40, 50, 4), dtype=np.uint8))
     found = processor(images=layered, return_tensors="pt")["pixel_values"][0]
     assert torch.equal(found, own.preprocess_val(upright_rgb(layered)))  # on white
+    grey = Image.fromarray(random.integers(0, 1 << 16, (40, 50), dtype=np.uint16))
+    found = processor(images=grey, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(found, own.preprocess_val(grey))  # of 16 bits
     exact = the_certificate(out, 2)
     assert exact["pixels"] == 0.0 and exact["image_features_own_pixels"] <= 1e-5
     assert exact["runtime"].endswith("OpenClipImageProcessor")

@@ -52,6 +52,23 @@ def test_a_picture_has_the_same_features_in_every_form(encoder: Encoder, path: P
         np.testing.assert_allclose(features.numpy(), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "I;16", "turned"])
+def test_preprocess_val_reads_odd_pictures_as_encode_image_does(
+    encoder: Encoder, tmp_path: Path, mode: str
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
+    exif, image = Image.Exif(), Image.fromarray(pixels)
+    if mode == "turned":
+        exif[0x0112], image = 6, image.convert("RGB")
+    elif mode == "I;16":
+        image = Image.fromarray(pixels[..., 0].astype(np.uint16) * 257)
+    else:
+        image = image.convert(mode)
+    image.save(tmp_path / "a.png", exif=exif)
+    found = encoder.encode_image(encoder.preprocess_val(Image.open(tmp_path / "a.png")))
+    assert found.numpy().tolist() == encoder.encode_image([tmp_path / "a.png"]).tolist()
+
+
 def test_no_pictures_and_no_texts_have_no_features(encoder: Encoder) -> None:
     assert encoder.encode_image([]).shape == encoder.encode_text([]).shape == (0, 8)
     assert encoder.encode_image(torch.zeros(0, 3, 16, 16)).shape == (0, 8)
@@ -82,6 +99,7 @@ def test_a_converted_encoder_takes_pictures_and_texts(
         [torch.zeros(3, 16, 16, dtype=torch.uint8)],
         [np.zeros((16, 16, 3))],
         np.zeros((16, 16, 4), np.uint8),
+        np.zeros((0, 5, 3), np.uint8),
         [None],
         None,
         7,

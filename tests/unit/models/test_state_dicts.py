@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import mclclip
 import mclclip.util.torchvision_fix  # noqa: F401
-from mclclip.models import transformers_layout
+from mclclip.models import transformers_layout, weights
 from mclclip.models.loading import load_towers
 
 CONFIG: dict[str, Any] = {
@@ -47,9 +48,15 @@ def saved(path: Path, value: Any) -> str:
         lambda s: {"model": {f"module._orig_mod.{n}": t for n, t in s.items()}},
         lambda s: {"ema": {n: t + 1 for n, t in s.items()}, "model": s},
         lambda s: {"ema": s, "step": 3},
+        lambda s: {"ema_state_dict": s, "step": 3},
+        lambda s: {f"module.{n}": t for n, t in s.items()} | {"n_averaged": torch.tensor(3)},
+        lambda s: {f"net.clip.{n}": t for n, t in s.items()} | {"head.weight": torch.ones(2)},
+        lambda s: {n.replace("visual.", "visual._orig_mod."): t for n, t in s.items()},
+        lambda s: {n.replace("resblocks.0", "resblocks.0._fsdp_wrapped_module"): s[n] for n in s},
     ],
-    ids=["plain", "ddp", "compiled", "lightning", "nested", "ema_and_model", "ema"],
-)
+    ids=["plain", "ddp", "compiled", "lightning", "nested", "ema_and_model", "ema", "ema_alone",
+         "averaged", "part_of_a_module", "compiled_tower", "fsdp"],
+)  # fmt: skip
 def test_weights_are_found_under_keys_and_prefixes(tmp_path: Path, wrap: Any) -> None:
     """Trained weights before their average, which is read where it is alone."""
     own = state()
@@ -75,6 +82,46 @@ def test_a_file_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(ValueError, match="neither safetensors nor a plain state dict"):
         load_towers(CONFIG, str(tmp_path / "a.pt"))
+
+
+def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
+    two = {f"{model}.{n}": t for n, t in state().items() for model in ("student", "teacher")}
+    with pytest.raises(ValueError, match=r"student, teacher") as raised:
+        load_towers(CONFIG, saved(tmp_path / "a.pt", {"state_dict": two}))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_only_code_can_read_is_named_and_not_run(tmp_path: Path) -> None:
+    checkpoint = {"state_dict": state(), "hyper_parameters": argparse.Namespace(lr=1.0)}
+    with pytest.raises(ValueError, match=r"argparse.Namespace.*state_dict\(\)") as raised:
+        load_towers(CONFIG, saved(tmp_path / "a.pt", checkpoint))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["MODEL.SAFETENSORS", "model.bin", "blob", "w@2.safetensors"])
+def test_safetensors_are_known_by_what_they_hold(tmp_path: Path, name: str) -> None:
+    own = state()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    weights.write_tensors(tmp_path / name, own)
+    encoder = mclclip.load_model(f"{tmp_path / 'config.json'}@{tmp_path / name}")
+    loaded = encoder.stages[0].clip.state_dict()
+    assert all(torch.equal(loaded[name], own[name]) for name in own)
+
+
+def test_the_weights_of_a_folder_are_open_clips_or_the_only_ones(tmp_path: Path) -> None:
+    """Folders of the hub hold transformers' weights too; of two others none is guessed."""
+    own = load_towers(CONFIG, seed=3)
+    weights.write_config(tmp_path, own.config)
+    torch.save(own.clip.state_dict(), tmp_path / "epoch_3.pt")
+    found = load_towers(tmp_path).clip.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
+    torch.save({}, tmp_path / "epoch_10.pt")
+    with pytest.raises(ValueError, match="epoch_10.pt"):
+        load_towers(tmp_path)
+    (tmp_path / "epoch_3.pt").rename(tmp_path / "open_clip_pytorch_model.bin")
+    weights.write_tensors(tmp_path / "model.safetensors", {"text_model.x": torch.ones(1)})
+    found = load_towers(tmp_path).clip.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
 
 
 def test_torchscript_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -150,6 +197,44 @@ def test_the_activation_recorded_beside_a_file_counts(tmp_path: Path) -> None:
     load_towers(CONFIG, file)
     with pytest.raises(ValueError, match="quick_gelu"):
         load_towers(CONFIG | {"quick_gelu": True}, file)
+    # Which activation open_clip took depends on its version.
+    (tmp_path / "logs" / "params.txt").write_text("model: ViT-B-32\npretrained: openai\n")
+    for quick in (False, True):
+        load_towers(CONFIG | {"quick_gelu": quick}, file)
+
+
+def test_tensors_of_openais_own_file_have_its_activation(tmp_path: Path) -> None:
+    """Those that the advice about TorchScript makes."""
+    constants = ("input_resolution", "context_length", "vocab_size")
+    own = state() | {name: torch.tensor(16) for name in constants}
+    file = saved(tmp_path / "weights.pt", own)
+    with pytest.raises(ValueError, match="quick_gelu"):
+        load_towers(CONFIG, file)
+    loaded = load_towers(CONFIG | {"quick_gelu": True}, file).clip.state_dict()
+    assert all(torch.equal(loaded[name], own[name]) for name in loaded)
+
+
+def test_weights_of_long_clip_bring_their_context(tmp_path: Path) -> None:
+    """It reads the first 20 positions of one table and the others of a second."""
+    own, config = state(), changed(text={"context_length": 77})
+    first, second = torch.randn(2, 248, 8)
+    long = {"positional_embedding": first, "positional_embedding_res": second}
+    model = load_towers(config, saved(tmp_path / "long.pt", own | long))
+    assert torch.equal(model.clip.positional_embedding, torch.cat([first[:20], second[20:]]))
+    assert model.tokenizer(["a dog"]).shape == (1, 248)
+    assert model.config["model_cfg"]["text_cfg"]["context_length"] == 248
+    with pytest.raises(ValueError, match="stretched before"):
+        load_towers(config, str(tmp_path / "long.pt"), long_context=True)
+
+
+def test_weights_are_fp32_whatever_torchs_default_is(tmp_path: Path) -> None:
+    own = state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loaded = load_towers(CONFIG, saved(tmp_path / "a.pt", own)).clip.state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(loaded[name], own[name]) for name in own)
 
 
 @pytest.mark.parametrize(
