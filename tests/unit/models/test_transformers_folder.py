@@ -265,6 +265,9 @@ def test_names_are_checked(saved: Path, tmp_path: Path) -> None:
         mclclip.load_model("hf:nobody-at-all/nothing")
     with pytest.raises(ValueError, match="brings its own weights"):
         mclclip.load_model(f"hf:{saved}", "openai")
+    shutil.copytree(saved, tmp_path / "sentence" / "0_CLIPModel")
+    with pytest.raises(FileNotFoundError, match="give hf:.*sentence/0_CLIPModel"):
+        mclclip.load_model(f"hf:{tmp_path / 'sentence'}")
     folder = shutil.copytree(saved, tmp_path / "model")
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(FileNotFoundError, match="preprocessor_config.json"):
