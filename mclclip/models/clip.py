@@ -126,6 +126,8 @@ def _of_open_clip(
     if (model_cfg := open_clip.get_model_config(label)) is None:
         twin, near = _twin(name), ", ".join(nearest(label, open_clip.list_models()))
         hint = f"open_clip calls this model {twin}: give that" if twin else f"nearest: {near}"
+        if os.path.isfile(name):
+            hint = f"weights are given with their architecture, such as ViT-B-32@{name}"
         raise ValueError(
             f"{name!r} is neither a directory nor an open_clip model ({hint}): give a name of "
             "open_clip, local-dir:PATH or a JSON model config"

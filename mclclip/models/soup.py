@@ -19,6 +19,7 @@ from mclclip.models import weights
 from mclclip.models.loading import common_config, load_towers
 from mclclip.models.model import Model
 
+_REWRITE = "by 'mclclip export --to open_clip --model FOLDER --out NEW'"
 _BATCH_COUNT = "num_batches_tracked"
 STATISTICS_IMAGES = 4096
 """The most images on which the statistics of batch norms are estimated."""
@@ -71,8 +72,7 @@ def _find_safetensors(directory: Path) -> Path:
     if file.suffix != ".safetensors":
         raise ValueError(
             f"{directory} holds its weights in {file.name}, a pickle, which a soup does not open: "
-            f"write them as safetensors first, by 'mclclip export --stage 0' with the options "
-            f"num_stages=0 model.name={directory}"
+            f"write them as safetensors first, {_REWRITE}"
         )
     return file
 
@@ -194,7 +194,8 @@ def mean_tensor(
     kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(kinds) > 1:
         raise ValueError(
-            f"the tensor {name} has different shapes or dtypes: {sorted(map(str, kinds))}"
+            f"the tensor {name} has different shapes or dtypes: {sorted(map(str, kinds))}: write "
+            f"each model in fp32 first, {_REWRITE}"
         )
     if name.endswith(_BATCH_COUNT):
         return first  # `estimate_statistics` counts batches again

@@ -91,6 +91,11 @@ def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_file_of_weights_without_an_architecture_is_told_how_to_be_given(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ViT-B-32@.*a\.pt"):
+        mclclip.load_model(saved(tmp_path / "a.pt", state()))
+
+
 def test_what_only_code_can_read_is_named_and_not_run(tmp_path: Path) -> None:
     checkpoint = {"state_dict": state(), "hyper_parameters": argparse.Namespace(lr=1.0)}
     with pytest.raises(ValueError, match=r"argparse.Namespace.*state_dict\(\)") as raised:
