@@ -78,8 +78,8 @@ def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     if others and device != "meta":
         log.info("%s: not read are %s, beside the model", file, _first_few(others))
     if _LATE in tensors and (first := tensors.get("positional_embedding")) is not None:
-        kept = towers.UNCHANGED  # of which Long-CLIP reads the first table, then the second
-        tensors["positional_embedding"] = torch.cat([first[:kept], tensors.pop(_LATE)[kept:]])
+        cut = towers.UNCHANGED  # Long-CLIP reads the first table up to here, then the second
+        tensors["positional_embedding"] = torch.cat([first[:cut], tensors.pop(_LATE)[cut:]])
     return tensors
 
 
@@ -96,12 +96,11 @@ def _unpickle(file: Path, device: str) -> Any:
     try:
         return torch.load(file, map_location=device, weights_only=True)
     except _NO_PICKLE as error:  # torch would advise to run the file's code
-        if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+        if python_object := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"it holds a {files.printable(found[1])} beside or around its tensors, which only "
-                f"code can read: where you trust it, load it with torch.load({file.name!r}, "
-                "weights_only=False), save the model's state_dict() in a file of its own by "
-                "torch.save, and give that file"
+                f"it holds {files.printable(python_object[1])}, which only code can read: where "
+                f"you trust it, load it with torch.load({file.name!r}, weights_only=False), save "
+                "the model's state_dict() in a file of its own with torch.save, and give that"
             ) from error
         raise ValueError(
             "it is neither safetensors nor a plain state dict saved by torch"
