@@ -1,31 +1,34 @@
 """Counts the images of a benchmark on which a run is trained, since they make its result too good.
 
-An image counts if its bytes are those of a sample that a training of the run draws. The index has
-the size of every image, so that only training images of an equal size are read: those of the rarest
-sizes, up to ``MOST_READ``. For other sizes (all arrays have the same) only samples of an equal key
-are compared. So a benchmark made of a training source, or of a copy of its shards, is always found;
-a few images of millions, with other keys, may be missed.
+An image counts if its bytes are those of a sample that a training of the run draws, or become these
+where ``mclclip pack`` stores large pictures smaller. The index has the size of every image, so that
+only training images of an equal size are read: those of the rarest sizes, up to ``MOST_READ``. For
+other sizes (all arrays have the same) only samples of an equal key are compared. So a benchmark
+made of a training source, or of a copy of its shards, is always found; a few images of millions,
+with other keys, may be missed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, shrink
 from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.run.artifacts import HasRunDir, RunPaths, is_finished, read_manifest
+from mclclip.run.artifacts import HasRunDir, RunPaths, is_finished, read_identity, read_manifest
 from mclclip.util.files import digest_keys
 
 log = logging.getLogger("mclclip")
@@ -103,11 +106,14 @@ class TrainingImages:
 
     def _count(self, images: Sequence[Readable]) -> int:
         index = self._index
-        sizes = np.array([_size(image) for image in images], np.int64)
-        rows = self._candidates(images, sizes)
+        forms = [(number, _size(image), b"") for number, image in enumerate(images)]
+        forms += self._packed_forms(images)
+        keys = [getattr(images[n], "key", None) or path_of(images[n]).stem for n, *_ in forms]
+        sizes = np.array([size for _, size, _ in forms], np.int64)
+        rows = self._candidates(keys, sizes)
         fits = np.isin(sizes, index.image_size[rows])
-        compared = [image for image, has_size in zip(images, fits, strict=True) if has_size]
-        digests = Counter(_digest(image.read_bytes()) for image in compared)
+        compared = [form for form, has_size in zip(forms, fits, strict=True) if has_size]
+        digests = [(n, digest or _digest(images[n].read_bytes())) for n, _, digest in compared]
         reader = ShardReader([s.stored for s in index.shards], self.options)
         columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
         ranges = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -116,10 +122,21 @@ class TrainingImages:
             some = ranges[start : start + _TOGETHER]
             reader.prefetch(some)
             trained |= {_digest(reader.read(*stored)) for stored in some}
-        return sum(number for digest, number in digests.items() if digest in trained)
+        return len({number for number, digest in digests if digest in trained})
 
-    def _candidates(self, images: Sequence[Readable], sizes: Integers) -> Integers:
-        """Returns the sorted rows of the training images that are compared with ``images``."""
+    def _packed_forms(self, images: Sequence[Readable]) -> Iterator[tuple[int, int, bytes]]:
+        """Yields number, size and digest of each image that ``mclclip pack`` would have stored
+        smaller, in this form."""
+        folders = {f for shard in self._index.shards for f in [*Path(shard.path).parents][:2]}
+        sizes = {read_identity(f).get("config", {}).get("size") for f in folders} - {0, None}
+        for (number, image), side in product(enumerate(images), sizes):
+            with suppress(DecodeError):
+                if small := shrink(image.read_bytes(), MAX_IMAGE_PIXELS, side):
+                    yield number, len(small), _digest(small)
+
+    def _candidates(self, keys: Sequence[str], sizes: Integers) -> Integers:
+        """Returns the sorted rows of the training images that are compared with images of these
+        ``keys`` and ``sizes``."""
         of_all = self._index.image_size
         rows = np.flatnonzero(np.isin(of_all, sizes)).astype(np.int64)
         drawn = np.zeros(len(rows), bool)  # True if some training draws the row
@@ -134,9 +151,8 @@ class TrainingImages:
         frequent = rows[~rare[number]]
         # Of frequent sizes, samples of an equal key are compared: a file's name without its suffix.
         is_frequent = np.isin(sizes, different[~rare])
-        others = [image for image, is_one in zip(images, is_frequent, strict=True) if is_one]
-        keys = {getattr(image, "key", None) or path_of(image).stem for image in others}
-        same = [key.partition("/")[2] in keys for key in self._index.keys(frequent)]
+        others = {key for key, is_one in zip(keys, is_frequent, strict=True) if is_one}
+        same = [key.partition("/")[2] in others for key in self._index.keys(frequent)]
         frequent = frequent[np.array(same, bool)][: MOST_READ - int(counts[rare].sum())]
         return np.sort(np.concatenate([rows[rare[number]], frequent]))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mclclip import config as configuration
 from mclclip.config import Config
@@ -17,7 +18,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.data.training_images import TrainingImages
 from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
-from mclclip.verbs import index
+from mclclip.verbs import index, pack
 
 NUM = 40
 
@@ -112,3 +113,21 @@ def test_without_the_training_shards_it_is_told(
 
 def test_a_run_without_an_index_has_none(tmp_path: Path) -> None:
     assert TrainingImages.of(configuration.from_tree({"run_dir": str(tmp_path)})) is None
+
+
+def test_pictures_that_were_packed_smaller_are_found(tmp_path: Path) -> None:
+    """Their originals are a benchmark of files, beside one that was not trained on."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(4):
+        side = 20 + 20 * number  # two are larger than 50
+        pixels = rng.integers(0, 256, (side, side + 9, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a caption")
+    Image.fromarray(255 - pixels).save(folder.parent / "other.png")
+    pack.pack(folder, tmp_path / "shards", size=50)
+    found = TrainingImages.of(run_on(tmp_path / "shards", tmp_path / "run"))
+    files = [*sorted(folder.glob("*.png")), folder.parent / "other.png"]
+    assert found is not None and found.count(files) == 4
+    assert [found.count([file]) for file in files] == [1, 1, 1, 1, 0]
