@@ -397,7 +397,9 @@ def _print_results(run: Run) -> None:
     verdict and the paths of encoders."""
     page = run.report()  # first, since whoever reads the output may close it after any line
     if run.result_rows:  # eval.suite={} gives none
-        print(results.table(run.result_rows))
+        shown = (compare.BASE, run.tuned(), f"{compare.TWIN}{run.tuned()}")
+        print(results.table([row for row in run.result_rows if row.model in shown]))
+        print(f"(all {len({row.model for row in run.result_rows})} encoders are in the report)")
         print("", *run.verdict(), sep="\n")
         exports, recommended = run.exports(), run.recommended()
         print(f"Recommended: {exports[recommended]}")

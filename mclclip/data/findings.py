@@ -56,6 +56,7 @@ REASONS = {
     "--allow-root, with all links followed, left out",
     "linked_folder": "linked folders that lead out of the folder of the data, left out: name what "
     "they lead to with --allow-root",
+    "unnamed_picture": "pictures of the folder that no row of the table names, left out",
     "missing_image": "images that are not in the folder, left out",
     "unreadable": "files and folders that cannot be read (permissions, or a fault of their disk), "
     "left out",

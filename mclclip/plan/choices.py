@@ -113,10 +113,15 @@ def _choices(at: Situation) -> Iterator[Choice]:
         yield "model.augmentation.scale", [0.3, 1.0], "random weights: crops vary more than usual"
     else:
         yield "model.pretrained", tag, "--base"
-    yield "num_stages", stages, f"{at.samples:,} pictures make {clusters**stages} groups"
+    groups = clusters**stages
+    yield (
+        "num_stages",
+        stages,
+        f"their clusters make {groups} groups of {at.samples:,} pictures",
+    )
     yield (
         "cluster.num_clusters", clusters,
-        f"a group has {at.samples // clusters**stages:,} pictures, more than a batch",
+        f"of each stage; a group has {at.samples // groups:,} pictures, more than a batch",
     )  # fmt: skip
     yield "controls", ["ungrouped"], "the same training without groups: what grouping itself adds"
     precision = at.half if on_gpu else "fp32"

@@ -96,9 +96,9 @@ class Verdict:
         """The headline, the figures behind it, and how far to trust it."""
         lines = [self.headline]
         if self.with_base:
-            lines.append(f"{self.tuned} against the base: {_listed(self.with_base)}.")
+            lines += [f"{self.tuned} against the base:", *map(_figure, self.with_base)]
         if self.with_control:
-            lines.append(f"Against the same training without groups: {_listed(self.with_control)}.")
+            lines += ["Against the same training without groups:", *map(_figure, self.with_control)]
         if self.family:
             lines.append(
                 f"Each p is corrected over the {len(self.family)} comparisons that the run is "
@@ -108,15 +108,11 @@ class Verdict:
         return lines
 
 
-def _listed(comparisons: Sequence[Comparison]) -> str:
-    return "; ".join(map(_figure, comparisons))
-
-
 def _figure(c: Comparison) -> str:
     value, other, change, low, high = c.texts()
     return (
-        f"{_name(c)} {other} -> {value} ({change} {c.row.unit.difference}, 95 % interval {low} to "
-        f"{high}), {c.verdict} ({c.p_text()}{c.reason()})"
+        f"- {_name(c)} {other} -> {value} ({change} {c.row.unit.difference}, 95 % interval {low} "
+        f"to {high}), {c.verdict} ({c.p_text()}{c.reason()})"
     )
 
 

@@ -35,7 +35,7 @@ from mclclip.data.decode import (
     suffix_of,
 )
 from mclclip.data.findings import LFS_POINTER, Findings
-from mclclip.data.picture_folders import UNREADABLE, explain_missing
+from mclclip.data.picture_folders import UNREADABLE, explain_missing, walk
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
@@ -149,16 +149,20 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
         (table, source, command), findings = how, Findings()
         roots = Roots(table.root, *map(Path, self.allow_roots))
         rows, total = _join_rows(table, roots, partial(_ask, table, source, command), findings)
+        names_files = source.is_dir() and isfile(table.path) and not table.holds_images
+        rows = [*rows] if names_files else rows
         samples = self._samples(rows, table, roots, findings)
         first = next(samples, None)
         if first is None:
             raise ValueError(_describe_nothing_usable(table, findings, source, command))
+        if names_files:
+            _count_unnamed(rows, source, table, roots, findings)
         out.begin()
         samples = itertools.chain([first], samples)
         return self._write(out.directory, samples, total, findings, table)
 
     def _samples(
-        self, rows: Iterator[Row], table: Table, roots: Roots, findings: Findings
+        self, rows: Iterable[Row], table: Table, roots: Roots, findings: Findings
     ) -> Iterator[PackedSample]:
         """Yields a sample per usable row, with its key and its folder; counts the other rows."""
         images = (
@@ -338,7 +342,7 @@ def _force_for_arrived(
 
 def _join_rows(
     table: Table, roots: Roots, ask: _Ask, findings: Findings
-) -> tuple[Iterator[Row], int | None]:
+) -> tuple[Iterable[Row], int | None]:
     """Yields a row per image with all its captions; returns their number too, None if unknown.
 
     If rows name files, all are held in memory, since rows of one file may be far apart.
@@ -351,7 +355,17 @@ def _join_rows(
     for row in find_pictures_of(usable, table, roots, ask):
         if (first := by_path.setdefault((row.path, row.image), row)) is not row:
             first.captions.extend(row.captions)
-    return iter(by_path.values()), len(by_path)
+    return by_path.values(), len(by_path)
+
+
+def _count_unnamed(
+    rows: Iterable[Row], folder: Path, table: Table, roots: Roots, findings: Findings
+) -> None:
+    """Counts the pictures of a ``folder`` that no row of its table names."""
+    named = {os.path.normpath(table.root / row.path) for row in rows}
+    pictures = (p for p in walk(folder, roots, Findings()) if suffix_of(p) in PICTURE_SUFFIXES)
+    others = (p for p in pictures if os.path.normpath(p) not in named)
+    findings.add("unnamed_picture", *(os.path.relpath(path, folder) for path in others))
 
 
 def _merge_captions(group: Iterator[Row]) -> Row:

@@ -118,6 +118,7 @@ def same_names(folder: Path) -> None:
 
 
 SIX = {f"{n}.jpg": picture(n) for n in range(6)}
+TWO = {n: SIX[n] for n in ("0.jpg", "1.jpg")}
 TEXTS = {f"{n}.txt": f"text {n}".encode() for n in range(6)}
 CASES = {
     "suffixes": Case(
@@ -145,14 +146,16 @@ CASES = {
         SIX | {"0.jpg": b"", "1.jpg": POINTER, "2.png": clear(), "3.png": dark()},
     ),
     "rows": Case(
-        "t.csv", 8, 6,
-        {"no_path": 1, "missing_image": 1, "empty_caption": 5, "joined_cells": 1, "no_caption": 5},
-        SIX | {"t.csv": b"image,caption\n0.jpg,nan\n1.jpg,None\n2.jpg,[]\n3.jpg,\n4.jpg,<NA>\n"
+        "t.csv", 9, 6,
+        {"no_path": 1, "missing_image": 1, "empty_caption": 5, "joined_cells": 1, "no_caption": 5,
+         "unnamed_picture": 1},
+        SIX | {"z.png": b"",
+               "t.csv": b"image,caption\n0.jpg,nan\n1.jpg,None\n2.jpg,[]\n3.jpg,\n4.jpg,<NA>\n"
                         b"5.jpg,a, b\n,x\n9.jpg,y\n"},
     ),
     "more cells": Case(
         "t.csv", 2, 2, {"extra_cells": 1},
-        {n: SIX[n] for n in ("0.jpg", "1.jpg")} | {
+        TWO | {
             "t.csv": b"image,number,caption\n0.jpg,0,a cat, sitting\n1.jpg,1,b\n"},
     ),
     "quotes": Case(
@@ -172,30 +175,30 @@ CASES = {
     ),
     "a quotation mark among lines": Case(
         "t.csv", 2, 2, {"joined_lines": 3},
-        {n: SIX[n] for n in ("0.jpg", "1.jpg")} | {
+        TWO | {
             "t.csv": b'image,caption\n0.jpg,a\n1.jpg,"wide open\nof two\nlines\n'},
     ),
     "lines of JSON": Case(
         "t.jsonl", 3, 2, {"no_path": 1, "empty_caption": 1, "no_caption": 1},
-        SIX | {"t.jsonl": b'{"image": "0.jpg", "caption": NaN}\n{"caption": "x"}\n'
+        TWO | {"t.jsonl": b'{"image": "0.jpg", "caption": NaN}\n{"caption": "x"}\n'
                           b'{"image": "1.jpg", "caption": "y"}\n'},
     ),
     "a list of objects": Case(
         "t.json", 4, 2, {"no_path": 2, "empty_caption": 1, "no_caption": 1},
-        SIX | {"t.json": json.dumps([
+        TWO | {"t.json": json.dumps([
             {"image": "0.jpg", "caption": "a"}, {"image": "1.jpg", "caption": None},
             {"caption": "text alone"}, 7]).encode()},
     ),
     "LLaVA's mix": Case(
         "t.json", 3, 2, {"no_path": 1, "empty_caption": 1, "no_caption": 1},
-        SIX | {"t.json": json.dumps([
+        TWO | {"t.json": json.dumps([
             {"image": "0.jpg", "conversations": [{"from": "gpt", "value": "a"}]},
             {"conversations": [{"from": "gpt", "value": "text alone"}]},
             {"image": "1.jpg", "conversations": [{"from": "human", "value": "?"}]}]).encode()},
     ),
     "COCO": Case(
         "t.json", 3, 2, {"no_path": 1, "empty_caption": 1, "no_caption": 1},
-        SIX | {"t.json": json.dumps({
+        TWO | {"t.json": json.dumps({
             "images": [{"id": n, "file_name": f"{n}.jpg"} for n in range(2)],
             "annotations": [{"image_id": 0, "caption": "a"}, {"image_id": 9, "caption": "b"},
                             {"image_id": 1, "caption": None}]}).encode()},

@@ -73,7 +73,9 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
         "packed_from": "a.jpg",
         "sha256": hashlib.sha256(b"bytes of a.jpg").hexdigest(),
     }
-    assert manifest.counts == {"samples": 3, "captions": 3, "shards": 2, "findings": {}}
+    unnamed = {"count": 3, "examples": ["d.jpeg", "empty.jpg", "text.heic"]}
+    findings = {"unnamed_picture": unnamed}
+    assert manifest.counts == {"samples": 3, "captions": 3, "shards": 2, "findings": findings}
     assert read_manifest(tmp_path / "out", "shards") == manifest
     assert manifest.config == {
         "images": str(images),
@@ -124,9 +126,8 @@ def test_a_table_without_captions_makes_shards_without_captions(
     assert json.loads(found["000000001.json"])["class"] == "y"
     assert (manifest.counts["samples"], manifest.counts["captions"]) == (2, 0)
     assert manifest.config["caption_column"] == []
-    assert manifest.counts["findings"] == {
-        "no_caption": {"count": 2, "examples": ["a.jpg", "b.PNG"]}
-    }
+    no_caption = {"count": 2, "examples": ["a.jpg", "b.PNG"]}
+    assert manifest.counts["findings"]["no_caption"] == no_caption
     assert "it has ['filepath', 'class']: its images are packed" in caplog.text
     assert "(no_caption)" in caplog.text
     with pytest.raises(
@@ -166,6 +167,7 @@ def test_what_cannot_be_packed_is_counted_by_reason(
         "missing_image": 1,
         "no_caption": 2,
         "no_path": 1,
+        "unnamed_picture": 1,
         "unsupported_extension": 1,
         "zero_byte_image": 1,
     }
@@ -204,6 +206,7 @@ def test_nothing_outside_of_the_folder_is_packed(
     names = [*outside, "same.jpg", "loop.jpg", f"{images}/a.jpg"]
     counts = run(tmp_path, images, [[name, "t"] for name in names]).counts
     findings = {reason: entry["count"] for reason, entry in counts["findings"].items()}
+    findings.pop("unnamed_picture")
     assert findings == {"outside_folder": 5, "missing_image": 2}
     assert counts["samples"] == 2
     packed = read_tar(tmp_path / "out" / "00000.tar")
@@ -219,7 +222,8 @@ def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: P
     (images / "folder").symlink_to(secret.parent)
     rows = [["folder/key.jpg", "t"], [str(secret), "t"], ["a.jpg", "t"]]
     manifest = run(tmp_path, images, rows, allow_roots=[secret.parent])
-    assert manifest.counts["samples"] == 3 and not manifest.counts["findings"]
+    assert manifest.counts["samples"] == 3
+    assert {*manifest.counts["findings"]} == {"unnamed_picture"}
     packed = read_tar(tmp_path / "out" / "00000.tar")
     assert packed["000000000.jpg"] == packed["000000001.jpg"] == b"a private key"
     with pytest.raises(ValueError, match="allow_roots"):
@@ -399,7 +403,7 @@ def test_real_photographs_packed_and_indexed(tmp_path: Path, shared_data: Path) 
         rows = [row for row in csv.reader(file)][:401]
     table = write_table(tmp_path / "t.csv", rows)
     counts = pack(folder, tmp_path / "out", captions=table, samples_per_shard=30).counts
-    assert (counts["captions"], counts["findings"]) == (400, {})
+    assert (counts["captions"], {*counts["findings"]}) == (400, {"unnamed_picture"})
     source = {"shards": str(tmp_path / "out" / "*.tar"), "captions": "json:captions"}
     options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"ucm": source}}}
     found = index.run(config.from_tree(options), SINGLE)

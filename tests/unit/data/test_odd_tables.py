@@ -170,6 +170,7 @@ def packed(folder: Path, **options: Any) -> tuple[list[str], Counts]:
     counts = pack(folder, out, **options).counts["findings"]
     members = read_tar(out / "00000.tar")
     texts = [data.decode() for name, data in sorted(members.items()) if name.endswith(".txt")]
+    counts.pop("unnamed_picture", None)  # tables here name some pictures of the folder
     return texts, {reason: entry["count"] for reason, entry in counts.items()}
 
 

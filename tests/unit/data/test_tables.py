@@ -295,7 +295,7 @@ def test_what_rows_lack_is_counted(tmp_path: Path, photos: Path) -> None:
     table_of_lines = write_lines(tmp_path / "t.jsonl", lines)
     counts = pack(photos, tmp_path / "two", captions=table_of_lines).counts
     assert {r: e["count"] for r, e in counts["findings"].items()} == {
-        "no_path": 2, "missing_image": 1, "empty_caption": 2,
+        "no_path": 2, "missing_image": 1, "empty_caption": 2, "unnamed_picture": 2,
     }  # fmt: skip
 
 
