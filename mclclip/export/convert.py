@@ -113,9 +113,10 @@ def _open(to: str, model: Path, precision: Precision | None, width: int | None) 
             f"--precision {precision} is of --to {several}, and this is --to {to}: leave it out"
         )
     if target.is_model and not (source.is_concat or weights.has_config(source.directory)):
-        raise FileNotFoundError(
-            f"no exported model at {source.directory}: run 'mclclip export' first"
-        )
+        folder = source.directory
+        exports = sorted([*folder.glob("exports/*"), *folder.glob("stage_*/export")])
+        advice = f"give one in it, such as {exports[-1]}" if exports else "run 'mclclip export'"
+        raise FileNotFoundError(f"no exported model at {folder}: {advice}")
     return source
 
 

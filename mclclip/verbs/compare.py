@@ -61,6 +61,10 @@ def run(
     rows = read_runs(runs)
     comparisons = compare(rows, models, against, benchmarks, metrics)
     text = render(comparisons, format)
+    compared = [row for c in comparisons for row in (c.row, c.against)]
+    for benchmark in dict.fromkeys(row.benchmark for row in compared):
+        for note in results.notes([row for row in compared if row.benchmark == benchmark]):
+            log.warning("%s: %s", benchmark, note)
     if out is None:
         print(text)
     else:
