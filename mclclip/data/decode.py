@@ -85,6 +85,7 @@ _JPEG_MAGIC = b"\xff\xd8"
 # restarts, and reserved codes.
 _JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
 _END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
+_LONGEST_JPEG = 65_500  # pixels of a side that libjpeg writes
 _ORIENTATION_TAG = 0x0112
 _ORIENTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -135,12 +136,13 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
 def shrink(data: bytes, max_image_pixels: int, side: int) -> bytes | None:
     """Makes a picture smaller: upright RGB whose shorter side has ``side`` pixels, as JPEG.
 
-    Returns None if the shorter side is no longer than that. A large JPEG is decoded at a fraction
-    of its size, at least twice the wanted one. Raises `DecodeError` as `decode_image` does.
+    Returns None if the shorter side is no longer than that, or the longer one too long for a JPEG.
+    A large JPEG is decoded at a fraction of its size, at least twice the wanted one. Raises
+    `DecodeError` as `decode_image` does.
     """
     with _opened(data, max_image_pixels) as image:
         scale = side / min(image.size)
-        if scale >= 1:
+        if scale >= 1 or scale * max(image.size) > _LONGEST_JPEG:
             return None
         width, height = (math.ceil(2 * scale * length) for length in image.size)
         image.draft(None, (width, height))

@@ -187,6 +187,9 @@ def test_shrunk_pictures_are_upright_and_look_alike(
 def test_pictures_are_never_enlarged_and_damaged_ones_have_a_reason() -> None:
     data = encode(smooth(40, 60), "JPEG")
     assert shrink(data, LIMIT, 40) is None and shrink(data, LIMIT, 4000) is None
+    long = encode(Image.new("RGB", (66_000, 170)), "PNG")
+    assert shrink(long, 170 * 66_000, 169) is None  # a JPEG has sides of at most 65,500 pixels
+    assert shrink(long, 170 * 66_000, 168) is not None
     with pytest.raises(DecodeError, match="truncated"):
         shrink(data[: len(data) // 2], LIMIT, 20)
     with pytest.raises(DecodeError, match="bomb"):
