@@ -50,8 +50,8 @@ __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
 log = logging.getLogger("mclclip")
 HELD_OUT = 0.1
-SIZE = 512  # the largest image size of open_clip's models
 """Default share of the pictures for each of the two held-out shares."""
+SIZE = 512  # the largest image size of open_clip's models
 SETTINGS = "settings.yaml"
 _MANY = 1_000_000  # number of pictures for early checks, if only reading all would count them
 _OF_TABLES = ("path_column", "caption_column", "delimiter", "allow_roots")
@@ -225,7 +225,8 @@ class FineTuning:
             self.base, self._count_training(samples), self.out / "data", self.out, machine,
             len(os.sched_getaffinity(0)), seed=self.seed, pairs=self.out / choices.PAIRS,
         )  # fmt: skip
-        _, text = choices.choose(situation, self.overrides)
+        likely, text = choices.choose(situation, self.overrides)
+        self._check_size(likely)
         choices.check_base(self.base, fetch=False)
         return text
 
@@ -244,6 +245,7 @@ class FineTuning:
         if replaces:
             count = self._count_training(_count(table) or _MANY)
             likely, _ = choices.choose(self._situation(context, count), self.overrides)
+            self._check_size(likely)
             method.check(likely, context, reads_benchmarks=False)
             choices.check_base(self.base, fetch=True)
         packed = pack.pack(
@@ -282,6 +284,17 @@ class FineTuning:
             raise ValueError(
                 f"held_out is {self.held_out:g}: wanted the share of the pictures that each of two "
                 "shares gets, above 0 and below 0.5"
+            )
+
+    def _check_size(self, config: Config) -> None:
+        """Raises ValueError if the options make the model read larger pictures than are stored."""
+        models = filter(None, (config.model, config.trained_model))
+        sizes = [model.image_size or 0 for model in models]
+        largest = max(sizes + [n for each in config.trainings.values() for n in each.listed_sizes])
+        if 0 < (size := self.packing.get("size", 0)) < largest:
+            raise ValueError(
+                f"image_size is {largest}, and the pictures would be stored with a shorter side of "
+                f"at most {size} pixels: give size as {largest} or more, or 0 for all as they are"
             )
 
     def _count_training(self, num_pictures: int) -> int:

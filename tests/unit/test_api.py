@@ -211,6 +211,7 @@ def tuning(images: Path, **flags: object) -> api.FineTuning:
         ({"base": "tiny_clip@randon"}, "'randon', which is neither a file nor a tag of "),
         ({"base": "ViT-B-32@opnai"}, r"'opnai', which is .* \(tags: openai, "),
         ({"held_out": 0.6}, "held_out is 0.6: wanted "),
+        ({"size": 64, "overrides": ["model.image_size=96"]}, "image_size is 96"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(
@@ -268,8 +269,11 @@ def stop_at_the_method(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ({"options": ["eval.suite.a.kind=retrieval", "eval.suite.a.path=b"]}, "captions"),
         ({"base": "ViT-B-32@openai"}, "ViT-B-32-quickgelu"),
         ({"base": "tiny_clip@nowhere.safetensors"}, "nowhere.safetensors"),
+        ({"options": ["model.image_size=640"]}, "image_size is 640"),
+        ({"options": ["model.image_size=64"], "size": 63}, "image_size is 64"),
+        ({"options": ["train.image_size=[{size: 96}]"], "size": 64}, "image_size is 96"),
     ],
-    ids=["name", "batch", "benchmark", "activation", "weights"],
+    ids=["name", "batch", "benchmark", "activation", "weights", "size", "own_size", "train_size"],
 )
 def test_a_mistake_is_refused_before_anything_is_packed(
     tmp_path: Path, change: dict[str, Any], words: str
