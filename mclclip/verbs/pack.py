@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from os.path import isfile
@@ -174,14 +175,12 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
         for row, data, stored, extension in _in_order(partial(_store, self.size), images):
             digest = hashlib.sha256(data)
             folder = _folder(digest.digest(), self.held_out)
-            measured = (
-                folder in self.held_out
-            )  # a benchmark needs captions, and pictures that decode
+            measured = folder in self.held_out  # which needs captions, and pictures that decode
             if not row.captions:
                 findings.add("uncaptioned" if measured else "no_caption", row.path or row.where)
                 if measured:
                     continue
-            if stored is None or measured and not _decodes(stored):
+            if measured and not _decodes(stored):
                 findings.add("undecodable", row.path or row.where)
                 continue
             facts = {table.image_column: row.path} if row.path else {}
@@ -219,7 +218,7 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
                 share["samples"] += 1
                 share["captions"] += len(sample.captions)
                 num_with_several += len(sample.captions) > 1
-                num_bytes += len(sample.image)
+                num_bytes += len(sample.image) * (sample.extension != ARRAY_EXTENSION)
                 yield sample
 
         for path in write_shards(count_samples(), out, self.samples_per_shard, records):
@@ -375,14 +374,15 @@ def _merge_captions(group: Iterator[Row]) -> Row:
     return first
 
 
-def _store(size: int, image: tuple[Row, bytes, str]) -> tuple[Row, bytes, bytes | None, str]:
+def _store(size: int, image: tuple[Row, bytes, str]) -> tuple[Row, bytes, bytes, str]:
     """Returns a row, its picture, and the bytes and extension that are stored: those of a smaller
-    picture if its shorter side has more than ``size`` pixels, None if it cannot be decoded."""
+    picture if its shorter side has more than ``size`` pixels. A damaged one stays as it is, since
+    ``data.max_bad_fraction`` bounds how many of these are trained without."""
     row, data, extension = image
-    try:
-        small = shrink(data, MAX_IMAGE_PIXELS, size) if size and not is_array(data) else None
-    except DecodeError:
-        return row, data, None, extension
+    small = None
+    if size and not is_array(data):
+        with suppress(DecodeError):
+            small = shrink(data, MAX_IMAGE_PIXELS, size)
     return (row, data, data, extension) if small is None else (row, data, small, "jpg")
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -536,8 +538,10 @@ def test_large_pictures_are_stored_smaller_in_the_same_shares(tmp_path: Path) ->
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
         Image.fromarray(pixels).save(folder / name)
         (folder / name).with_suffix(".txt").write_text(f"picture {name}")
-    data = (folder / "19.png").read_bytes()
-    (folder / "19.png").write_bytes(data[: len(data) // 2])
+    damaged = ["15.png", "16.png", "17.png", "18.png", "19.png"]
+    for name in damaged:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
     packed: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {"plain": {}, "small": {}}
     for out, size in (("plain", 0), ("small", 60)):
         manifest = pack(folder, tmp_path / out, held_out={"report": 0.3}, size=size)
@@ -550,9 +554,33 @@ def test_large_pictures_are_stored_smaller_in_the_same_shares(tmp_path: Path) ->
                     about = (shard.parent.name, image.size)
                 packed[out][json.loads(members[name])["packed_from"]] = about
     plain, small = packed["plain"], packed["small"]
-    assert manifest.counts["findings"]["undecodable"]["examples"] == ["19.png"]
-    assert small.keys() == sizes.keys() - {"19.png"}
+    assert small.keys() == plain.keys()
+    # A damaged picture is left out of what is held out, and else stored as it is.
+    left_out = manifest.counts["findings"]["undecodable"]["examples"]
+    assert 0 < len(left_out) < len(damaged)
+    assert sizes.keys() - small.keys() == {*left_out}
     for name, (share, (width, height)) in small.items():
         own_height = sizes[name][0]
         assert share == plain[name][0]
+        if name in damaged:
+            assert (width, height) == plain[name][1] == (90, own_height)
+            continue
         assert (width, height) == (round(90 * min(1, 60 / own_height)), min(own_height, 60))
+
+
+def test_smaller_copies_are_advised_for_pictures_and_not_for_arrays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    advised = {}
+    for kind in ("bmp", "npy"):
+        file, pixels = io.BytesIO(), np.zeros((600, 600, 3), np.uint8)
+        if kind == "npy":
+            np.save(file, pixels)
+        else:
+            Image.fromarray(pixels).save(file, "BMP")
+        rows = [{"image": file.getvalue(), "caption": "black"}]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{kind}.parquet")
+        caplog.clear()
+        pack(tmp_path / f"{kind}.parquet", tmp_path / kind)
+        advised[kind] = "--size" in caplog.text
+    assert advised == {"bmp": True, "npy": False}
