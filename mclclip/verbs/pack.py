@@ -97,7 +97,7 @@ def pack(
     """
     texts = [captions] if captions is not None and captions.is_dir() else []
     folders = [source, *texts] if texts or captions is None else []
-    _check(folders, out, samples_per_shard, key_prefix, allow_roots, held_out)
+    _check(folders, out, samples_per_shard, key_prefix, allow_roots, held_out, size)
     columns = {"path_column": path_column, "caption_column": caption_column, "delimiter": delimiter}
     command = command or advice.words_of("pack", source, captions=captions, out=out, **columns)
     table = open_table(
@@ -289,6 +289,7 @@ def _check(
     key_prefix: str,
     allow_roots: Sequence[Path],
     held_out: Mapping[str, float],
+    size: int,
 ) -> None:
     """Raises the errors of ``pack`` that need no look into the data; all files of the ``folders``
     are packed."""
@@ -298,6 +299,8 @@ def _check(
             raise FileNotFoundError(f"no folder of images at {folder}")
     if samples_per_shard < 1:
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
+    if size < 0:
+        raise ValueError(f"size is {size}, expected 0 (all pictures as they are) or more")
     if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
         raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
     assert _REST not in held_out and sum(held_out.values()) < 1, held_out

@@ -377,6 +377,7 @@ def test_wrong_tables_leave_nothing_behind(
         ({"delimiter": ", "}, "expected one character"),
         ({"delimiter": ""}, "expected one character"),
         ({"key_prefix": "v1.0-"}, "cut at a dot"),
+        ({"size": -1}, "size is -1"),
     ],
 )
 def test_wrong_options(tmp_path: Path, images: Path, options: dict[str, Any], message: str) -> None:
