@@ -225,8 +225,9 @@ class _TextRows:
             if len(starts) == 1:
                 if len(lines) > 1 and not self._matches(lines):
                     findings.add("joined_lines", f"{name} line {last}", count=len(lines))
-                is_row = row and not _SEPARATOR.fullmatch(lines[0])  # which no header has skipped
-                yield from [(last, row)] * bool(is_row)
+                # No header may have skipped a separator.
+                is_row = any(map(str.strip, row)) and not _SEPARATOR.fullmatch(lines[0])
+                yield from [(last, row)] * is_row
                 continue
             first = last - len(lines) + 1
             findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))

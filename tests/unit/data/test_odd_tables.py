@@ -82,6 +82,9 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
     "Excel's line of the delimiter": (
         write("t.csv", "sep=;\r\nimage;caption\r\n0.jpg;a, x\r\n1.jpg;b\r\n"), ["a, x", "b"], {},
     ),
+    "empty rows, as spreadsheets write them": (
+        write("t.csv", "image,caption\n,\n0.jpg,a\n ,\t\n1.jpg,b\n,\n,\n"), ["a", "b"], {},
+    ),
     "Excel's line before rows without a header": (
         write("t.csv", "sep=;\r\n0.jpg;a, x\r\n1.jpg;b\r\n"), ["a, x", "b"], {},
     ),
