@@ -398,7 +398,8 @@ def _caption_columns(
         return (*candidates[:1], *(n for n in numbered if n.strip().lower().startswith(stem)))
     if likely := [name for name in texts if "caption" in name.lower()]:
         names = " and ".join(map(repr, likely))
-        raise ask(f"{path} may have captions in {names}, name it", "--caption-column", likely[0])
+        what = f"{path} has no column called 'caption' or the like, and {names} may hold captions"
+        raise ask(what, "--caption-column", likely[0])
     if others := present_columns(dict.fromkeys(texts), _OTHER_CAPTION_COLUMNS):
         return (others[0],)
     nested = [name for name in texts if name.rpartition(".")[2] in _TEXTS_OF_LISTS]
