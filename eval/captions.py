@@ -7,15 +7,14 @@ which errors are raised.
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pandas
 
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import parse_captions
@@ -216,18 +215,12 @@ def _join(
     its message, ``path`` is the file that has the names, and ``part`` what was read of it, for
     example " in the split 'test'".
     """
-    rule, by_name = CAPTION_RULES[protocol], dict[str, int]()
-    counts: Counter[int] = Counter()
-    owners, captions = [], []
-    for name, of_name in texts:
-        row = by_name.setdefault(os.path.normpath(name), len(by_name))
-        for caption in of_name:
-            counts[row] += 1
-            if counts[row] <= (rule.captions_per_image or math.inf):
-                owners.append(row)
-                captions.append(caption)
-    images = [below(root, name, str(path)) for name in by_name]
-    numbers, published = (len(images), len(captions)), (rule.num_images, rule.num_captions)
+    rule = CAPTION_RULES[protocol]
+    pairs = pandas.DataFrame([*texts], columns=["file", "caption"]).explode("caption")
+    pairs["image"], names = pandas.factorize(pairs["file"].map(os.path.normpath))
+    images = [below(root, name, str(path)) for name in names]
+    pairs = pairs.dropna().groupby("image").head(rule.captions_per_image or len(pairs))
+    numbers, published = (len(images), len(pairs)), (rule.num_images, rule.num_captions)
     if 0 in numbers:
         raise ValueError(f"{path} has no captions{part}")
     if published not in (numbers, (None, None)):
@@ -235,7 +228,7 @@ def _join(
             f"{path} has {numbers[0]} images and {numbers[1]} captions{part}, {protocol} has "
             f"{published[0]} and {published[1]}: use the protocol 'table' for other data"
         )
-    return ImageTexts(images, captions, np.array(owners, dtype=np.int64))
+    return ImageTexts(images, pairs["caption"].tolist(), pairs["image"].to_numpy(np.int64))
 
 
 _KEY = "image/key"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pandas
 from numpy.typing import NDArray
 
 from mclclip.data.decode import IMAGE_EXTENSIONS, PICTURE_SUFFIXES
@@ -172,7 +173,7 @@ def read_shards(
     placed = [Shard(str(path), "", "", 0, 0, path.stat().st_size) for path in shards]
     table, _ = join_rows(None, scans, placed, 0, findings, DataConfig())
     allowed = ("other_member", *(() if captions else ("no_caption", "several_lines")))
-    wrong = {r: f for r, f in findings.to_json().items() if r.partition(":")[0] not in allowed}
+    wrong = findings.without(allowed).to_json()
     if wrong or not len(table):
         got = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
         needs = [*([f"a caption ({captions})"] if captions else []), *attributes]
@@ -233,10 +234,8 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
     elif table:
         labels = {label for _, label in _table_rows(root, table, several=True)}
     elif shards := class_shards(root):
-        listed = class_names(root)
-        labels = (
-            map(str, range(len(listed))) if listed else {label for _, label in _members(shards)}
-        )
+        numbers = [str(number) for number, _ in enumerate(class_names(root))]
+        labels = numbers or {label for _, label in _members(shards)}
     else:
         labels = _class_folders(root)
     labels = list(labels)
@@ -351,19 +350,17 @@ def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Pa
 def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> LabelledImages:
     """Reads a part of PASCAL VOC; ``names`` maps each class to its name."""
     folder = root / table
-    columns = {label: _voc_rows(path) for label, path in _voc_files(folder, part).items()}
-    rows = {name: row for row, name in enumerate(next(iter(columns.values())))}
-    images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in rows]
-    truth = np.zeros((len(rows), len(names)), dtype=np.int8)
-    for column, label in enumerate(names):
-        if label not in columns or columns[label].keys() != rows.keys():
-            problem = "lists other images than the others" if label in columns else "is missing"
+    files = _voc_files(folder, part)
+    truth = pandas.DataFrame({label: _voc_rows(files[label]) for label in names if label in files})
+    for label in names:
+        if label not in files or truth[label].isna().any():
+            problem = "lists other images than the others" if label in files else "is missing"
             raise ValueError(
                 f"{folder}: {label}{_VOC_ENDINGS[part]} {problem}: every class wants a file of "
                 "each part, with all its images"
             )
-        truth[:, column] = [columns[label][name] for name in rows]
-    return LabelledImages(images, truth, list(names.values()))
+    images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in truth.index]
+    return LabelledImages(images, truth.to_numpy(np.int8), list(names.values()))
 
 
 def _voc_rows(path: Path) -> dict[str, int]:
@@ -389,11 +386,8 @@ def _class_folders(root: Path) -> dict[str, Path]:
 def class_shards(root: Path) -> list[Path]:
     """The tar shards in ``root``, or else in ``root/test``, in order. Those in ``root`` do not
     count if there are folders of classes."""
-    places = (
-        [root]
-        if _class_folders(root).keys() - {"train", "valid", "test"}
-        else [root, root / "test"]
-    )
+    has_classes = _class_folders(root).keys() - {"train", "valid", "test"}
+    places = [root] if has_classes else [root, root / "test"]
     return next((shards for place in places if (shards := sorted(place.glob("*.tar")))), [])
 
 
@@ -490,11 +484,11 @@ def _labelled(
     if not pairs and not several:
         raise ValueError(f"{where} has no images")
     column = {label: number for number, label in enumerate(names)}
+    images = [image for image, _ in pairs]
+    labels = np.array([column[label] for _, label in pairs], dtype=np.int64)
     if not several:
-        labels = np.array([column[label] for _, label in pairs], dtype=np.int64)
-        return LabelledImages([path for path, _ in pairs], labels, list(names.values()))
-    rows = {path: row for row, path in enumerate(dict.fromkeys(path for path, _ in pairs))}
+        return LabelledImages(images, labels, list(names.values()))
+    rows = {image: row for row, image in enumerate(dict.fromkeys(images))}
     truth = np.full((len(rows), len(names)), -1, dtype=np.int8)
-    for path, label in pairs:
-        truth[rows[path], column[label]] = 1
+    truth[[rows[image] for image in images], labels] = 1
     return LabelledImages(list(rows), truth, list(names.values()))

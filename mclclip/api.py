@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PosixPath
 from typing import Any
@@ -91,7 +91,7 @@ class Run(opened.Run):
         not: the one with the highest mean of the main metrics of the share ``choose``, or of all
         benchmarks without that share. A single model is preferred to a concat that is not better
         beyond chance. It is 'stage_0' if only stage 0 and controls were measured."""
-        return compare.tuned(self._rows()) or compare.BASE
+        return compare.tuned(compare.read_runs([self.directory])) or compare.BASE
 
     def verdict(self) -> list[str]:
         """Returns the verdict in sentences: which encoder to use, how it differs from the base and
@@ -100,10 +100,7 @@ class Run(opened.Run):
 
     @cached_property
     def _judged(self) -> Verdict:
-        return Verdict.of(self._rows())
-
-    def _rows(self) -> list[compare.Row]:
-        return compare.read_runs([self.directory])
+        return Verdict.of(compare.read_runs([self.directory]))
 
     def report(self) -> Page:
         """Writes ``report.html``, a page with all results of the run; returns its path, which a
@@ -165,34 +162,32 @@ def finetune(
         runlog.setup(failures.number_of("RANK", 0))
     table = None if captions is None else Path(captions)
     tuning = FineTuning(
-        Path(images), base, Path(out), table, tuple(overrides), held_out, seed, force,
-        {"size": size, **packing},
+        Path(images), table, base, Path(out), overrides, held_out, seed, force, size=size,
+        **packing,
     )  # fmt: skip
     with signals.save_on_interrupt():
         process.run(tuning.process_options(), "finetune", tuning.run)
     return Run.open(out)
 
 
-@dataclass(frozen=True)
 class FineTuning:
     """The arguments of ``finetune``; ``packing`` has those of ``pack`` by name."""
 
-    images: Path
-    base: str
-    out: Path
-    captions: Path | None
-    overrides: Sequence[str]
-    held_out: float
-    seed: int
-    force: bool = False
-    packing: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, **flags: Any) -> FineTuning:
-        """Takes the flags of the verb; those that are no fields are arguments of ``pack``."""
-        names = {each.name for each in fields(cls)}
-        packing = {name: value for name, value in flags.items() if name not in names}
-        return cls(**{n: value for n, value in flags.items() if n in names}, packing=packing)
+    def __init__(
+        self,
+        images: Path,
+        captions: Path | None,
+        base: str,
+        out: Path,
+        overrides: Sequence[str],
+        held_out: float,
+        seed: int,
+        force: bool = False,
+        **packing: Any,
+    ) -> None:
+        self.images, self.captions, self.base, self.out = images, captions, base, out
+        self.overrides, self.held_out, self.seed = tuple(overrides), held_out, seed
+        self.force, self.packing = force, packing
 
     def process_options(self) -> Config:
         """Returns the options of the process, which are needed before settings are chosen."""
@@ -303,7 +298,6 @@ class FineTuning:
     def _open_table(self, command: Sequence[str]) -> Table:
         """Opens the pictures with their captions; ValueError if there is no column of captions."""
         columns = {name: self.packing[name] for name in _OF_TABLES if name in self.packing}
-        columns["image_column"] = columns.pop("path_column", None)
         table = open_table(self.images, self.captions, command=command, **columns)
         if not table.caption_columns:
             raise ValueError(
@@ -392,7 +386,7 @@ def run_verb(flags: Mapping[str, Any]) -> None:
             raise ValueError(f"{flag} is {value:g}: wanted more than 0")
         if value is not None and not is_dry:
             raise ValueError(f"{flag} is for --dry-run: add that, or leave it out")
-    tuning = FineTuning.of(**flags)
+    tuning = FineTuning(**flags)
     if is_dry:
         print(tuning.dry_run(**limits), end="")
         return

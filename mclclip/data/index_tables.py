@@ -23,11 +23,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mclclip.data.findings import MAX_EXAMPLES, Findings
 from mclclip.data.options import DataConfig
@@ -99,12 +99,6 @@ class Shard:
         """Names it for messages: 'shard /data/00001.tar of source web in run/index'."""
         return f"shard {printable(self.path)} of source {self.source} in {directory}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns its fields; attributes, tag, subset and name only if they are not empty."""
-        fields = dataclasses.asdict(self)
-        rare = ("attributes", "tag", "subset", "name")
-        return {k: v for k, v in fields.items() if v or k not in rare}
-
 
 # --- tables ----------------------------------------------------------------------------------
 
@@ -117,7 +111,7 @@ def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> s
     depend on them too), and of the values of attributes, where there are any.
     """
     movable = (replace(shard, path=_to_relative(shard.path, directory)) for shard in shards)
-    write_json(directory / SHARDS, [shard.to_json() for shard in movable])
+    write_json(directory / SHARDS, [*map(dataclasses.asdict, movable)])
     table, values = to_codes(table)
     if values:
         write_json(directory / ATTRIBUTES, values)
@@ -152,7 +146,7 @@ def read_shards(directory: Path) -> list[Shard]:
     path = directory / SHARDS
     with damaged_if_unreadable(path, INDEX_AGAIN):
         entries = read_json(path) if path.exists() else []
-        shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
+        shards = [Shard(**(e | {"attributes": tuple(e["attributes"])})) for e in entries]
     return [replace(shard, path=_from_relative(shard.path, directory)) for shard in shards]
 
 
@@ -189,18 +183,11 @@ def to_codes(table: pa.Table) -> tuple[pa.Table, dict[str, list[str]]]:
 
     values: dict[str, list[str]] = {}
     for number, name in _attributes(table):
-        column = table.column(number)
-        text = column.unify_dictionaries().combine_chunks() if len(column) else pa.array([], TEXT)
-        text = text.chunk(0) if isinstance(text, pa.ChunkedArray) else text
-        indices: npt.NDArray[np.int32] = text.indices.fill_null(-1).to_numpy()
-        texts = text.dictionary.to_pylist()
-        used = np.unique(indices[indices >= 0])  # rows with the other values may have been removed
-        order = sorted(used.tolist(), key=lambda place: sort_key(texts[place]))
-        codes = np.full(len(texts) + 1, -1, np.int32)  # the last one is for index -1
-        codes[order] = np.arange(len(order), dtype=np.int32)
-        values[name] = [texts[place] for place in order]
-        field = pa.field(ATTRIBUTE + name, pa.int32())
-        table = table.set_column(number, field, pa.array(codes[indices]))
+        text = table.column(number).unify_dictionaries().to_pandas().cat
+        # Rows with some of the values may have been removed.
+        values[name] = sorted(text.remove_unused_categories().cat.categories, key=sort_key)
+        codes = text.set_categories(values[name]).cat.codes.to_numpy(np.int32)
+        table = table.set_column(number, pa.field(ATTRIBUTE + name, pa.int32()), pa.array(codes))
     return table, values
 
 
@@ -306,10 +293,8 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                 "it, or index it anew with 'mclclip index --force'"
             )
     times, noted = times_of(shards), _read_times(directory)
-    old_paths = {shard.path for shard in read_shards(directory)}
-    changed = [
-        s for s in shards if s.path not in old_paths or noted.get(s.path) != times.get(s.path)
-    ]
+    indexed = {shard.path for shard in read_shards(directory)}
+    changed = [s for s in shards if s.path not in indexed or noted.get(s.path) != times.get(s.path)]
     if not changed:
         return
     log.info("read again, for another path or time: %s", count_of(len(changed), "shard"))
@@ -436,8 +421,8 @@ def _with_names(table: pa.Table, shards: Sequence[Shard], names: Mapping[int, st
         part = keys.slice(start, stop - start)
         if number in names:
             prefix = f"{shards[number].source}/"
-            rest = (key.removeprefix(prefix) for key in part.to_pylist())
-            part = pa.array([f"{prefix}{names[number]}/{key}" for key in rest], keys.type)
+            with_name = f"{prefix}{names[number]}/"
+            part = pc.replace_substring(part, prefix, with_name, max_replacements=1)
         parts.append(part)
     column = table.column_names.index("key")
     joined = pa.chunked_array([pa.concat_arrays(parts)])

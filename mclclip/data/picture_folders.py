@@ -157,12 +157,10 @@ def _folder_elsewhere(
         if any(os.path.isfile(file_at(base, name.removeprefix(f))) for f in folders):
             continue
         parts = name.split("/")
-        tails = (
-            at
-            for at in range(1, len(parts))
-            if os.path.isfile(file_at(base, os.path.join(*parts[at:])))
-        )
-        folders |= {"/".join([*parts[:at], ""]) for at in itertools.islice(tails, 1)}
+        for at in range(1, len(parts)):
+            if os.path.isfile(file_at(base, os.path.join(*parts[at:]))):
+                folders.add("/".join([*parts[:at], ""]))
+                break
     if not folders:
         return None
     shortest = min(folders, key=len)
@@ -208,9 +206,8 @@ def folder_format(folder: Path, roots: Roots, elsewhere: TextsOf | None = None) 
         files = walk(folder, roots, findings)
         if elsewhere is not None:
             others = (p for p in elsewhere.walk(findings) if suffix_of(p) not in PICTURE_SUFFIXES)
-            yield from rows_with(
-                itertools.chain(files, others), elsewhere.texts, elsewhere.of, findings
-            )
+            files = itertools.chain(files, others)
+            yield from rows_with(files, elsewhere.texts, elsewhere.of, findings)
             return
         for _, group in itertools.groupby(files, key=lambda path: path.parent):
             beside = [*group]

@@ -87,11 +87,8 @@ class SampleIndex:
         self._listed: dict[str, dict[str, str]] = {}
         self._still_bad: dict[int, dict[str, str]] = {}
         self._keys: pa.Array = table["key"].chunk(0)
-        columns: dict[str, Any] = {
-            name: table[name].chunk(0).to_numpy(zero_copy_only=True)
-            for name in table.column_names
-            if name != "key"
-        }
+        others = table.drop_columns("key")
+        columns: dict[str, Any] = {n: others[n].chunk(0).to_numpy() for n in others.column_names}
         for name in (*RANGES, "num_captions"):
             setattr(self, name, columns[name])
         self.shard_of = columns["shard"]
@@ -169,9 +166,7 @@ class SampleIndex:
             return np.zeros(0, np.int64)
         looked_up = pa.array(keys, pa.large_string())
         # This hashes the few keys of the call, not the many of the index.
-        rows = np.flatnonzero(
-            pc.is_in(self._keys, value_set=looked_up.unique()).to_numpy(zero_copy_only=False)
-        )
+        rows = np.flatnonzero(pc.is_in(self._keys, value_set=looked_up.unique()))
         place = pc.index_in(looked_up, value_set=self._keys.take(pa.array(rows)))
         if place.null_count:
             missing = looked_up.filter(place.is_null())

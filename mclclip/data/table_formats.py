@@ -141,6 +141,7 @@ def _arrow(files: Sequence[Path]) -> Format:
     """Opens Parquet, or Arrow: streams, which ``datasets`` saves, and files, such as Feather's."""
     count = 0
     schemas: list[pa.Schema] = []
+    lacking: dict[str, Path] = {}
     for path in files:
         with _one_line(path):
             if path.suffix.lower() == ".parquet":
@@ -150,13 +151,9 @@ def _arrow(files: Sequence[Path]) -> Format:
             else:
                 with _open_arrow(path) as (schema, _):
                     schemas.append(schema)
+        lacking |= dict.fromkeys({*schemas[0].names} - {*schemas[-1].names}, path)
     check_once(files[0], schemas[0].names)
     batches = partial(map, lambda path: (path.name, _batches(path)), files)
-    lacking = {
-        name: path
-        for path, schema in zip(files, schemas, strict=True)
-        for name in {*schemas[0].names} - {*schema.names}
-    }
     return replace(arrow_format(schemas[0], count or None, batches), lacking=lacking)
 
 
@@ -193,10 +190,7 @@ def arrow_format(
     as_text |= _text_columns(schema, first)
     first |= {name: _decode(first.get(name)) for name in as_text}
     examples = _examples(schema) | dict.fromkeys(as_text, "")
-    columns = {
-        name: example if (value := first.get(name)) is None else value
-        for name, example in examples.items()
-    }
+    columns = examples | {n: v for n, v in first.items() if n in examples and v is not None}
     for name in [n for n, value in columns.items() if is_stored(value) and not holds_bytes(value)]:
         more = (fields.get(name) for _, fields in itertools.islice(head, _EXAMPLES))
         columns[name] = next(filter(holds_bytes, more), columns[name])
@@ -379,11 +373,8 @@ def _sample(
         names = ("captions", *present_columns(facts, CAPTION_COLUMNS))
         texts = next((facts[name] for name in names if facts.get(name)), [])
     data = os.pread(file.fileno(), image[1], image[0])
-    return {
-        **facts,
-        "image": {"bytes": data, "path": where.rpartition(" in ")[0]},
-        "captions": texts,
-    }
+    picture = {"bytes": data, "path": where.rpartition(" in ")[0]}
+    return {**facts, "image": picture, "captions": texts}
 
 
 KINDS: Mapping[str, str] = (

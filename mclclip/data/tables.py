@@ -155,7 +155,7 @@ def open_table(
     source: Path,
     captions: Path | None = None,
     *,
-    image_column: str | None = None,
+    path_column: str | None = None,
     caption_column: str | Sequence[str] | None = None,
     delimiter: str | None = None,
     allow_roots: Sequence[Path] = (),
@@ -191,7 +191,7 @@ def open_table(
         inputs = partial(_inputs, source if folders else Path(path), files, folders, roots)
     if not table.columns:
         raise ValueError(f"{path} is empty: it names no columns")
-    images = _image_column(path, root, table, image_column, not command, ask)
+    images = _image_column(path, root, table, path_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
     for column in (images, *texts):
         if (top := column.partition(".")[0]) in table.lacking:
@@ -238,7 +238,6 @@ def _open_files(
     files = find_files(path, roots, ask)
     root = source if source.is_dir() or not files else files[0].parent
     kind = _kind(files[0], delimiter) if files else "folder"
-    kind = _kind_of_json(files[0]) if kind in ("json", "lines") else kind
     if kind not in SEVERAL and len(files) > 1:
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
     if kind == "csv":
@@ -271,16 +270,13 @@ def _kind(path: Path, delimiter: str | None) -> str:
             f"{path} ends in {path.suffix!r}, expected one of {', '.join(KINDS)}: give the "
             "delimiter with --delimiter where it is a table of text"
         )
+    if KINDS[suffix] in ("json", "lines"):  # the content tells which, whatever the file is called
+        with open(path, "rb") as file:
+            start = file.readline(MAX_TEXT_BYTES).removeprefix(codecs.BOM_UTF8).strip()
+            if start[-1:] == b"}" and file.readline(MAX_TEXT_BYTES).lstrip()[:1] == b"{":
+                return "lines"
+        return "json" if start[:1] == b"[" else KINDS[suffix]
     return KINDS[suffix]
-
-
-def _kind_of_json(path: Path) -> str:
-    """Tells JSON lines from one document, whatever the file is called."""
-    with open(path, "rb") as file:
-        start = file.readline(MAX_TEXT_BYTES).removeprefix(codecs.BOM_UTF8).strip()
-        if start[-1:] == b"}" and file.readline(MAX_TEXT_BYTES).lstrip()[:1] == b"{":
-            return "lines"
-    return "json" if start[:1] == b"[" else KINDS[path.suffix.lower()]
 
 
 def _inputs(
@@ -382,9 +378,7 @@ def _caption_columns(
     if option or table.fixed:
         columns = option or [(table.fixed or ("", ""))[1]]
         return tuple(_check_column(path, table, name) for name in columns)
-    texts = [
-        n for n, value in table.columns.items() if isinstance(value, str | list) and n != images
-    ]
+    texts = [n for n, v in table.columns.items() if isinstance(v, str | list) and n != images]
     candidates = present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)
     if len(candidates) > 1:
         names = " and ".join(map(repr, candidates))

@@ -102,11 +102,7 @@ def _choices(at: Situation) -> Iterator[Choice]:
         yield "device", "cpu", "no GPU was found or named"
     yield "data.sources.mine.shards", all_shards(at.data / "train"), "what is not held out"
     yield "data.sources.mine.captions", "json:captions", "all captions; an epoch draws one of them"
-    yield (
-        "data.max_bad_fraction",
-        0.05,
-        "damaged pictures are left out; more than these end the run",
-    )
+    yield "data.max_bad_fraction", 0.05, "this share may be damaged, and is left out"
     yield "data.num_workers", max(min(at.cores, 8), 1), f"{at.cores} cores for each process"
     yield "model.name", name, "--base"
     if is_new:

@@ -16,11 +16,8 @@ from mclclip.util import files
 
 
 def _printable(value: Any) -> Any:
-    return (
-        files.printable(value)
-        if isinstance(value, str) and not isinstance(value, Markup)
-        else value
-    )
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return files.printable(value) if is_text else value
 
 
 @cache

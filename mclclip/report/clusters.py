@@ -65,11 +65,8 @@ _PRIOR = 10.0  # captions that the prior counts as
 
 def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
     """The nearest cluster of each sample (-1: none), by stage, for stages that are clustered."""
-    return {
-        stage.number: stage.clusters_of(ids)[:, 0].astype(np.int64)
-        for stage in run.stages
-        if stage.has("clusters")
-    }
+    stages = [stage for stage in run.stages if stage.has("clusters")]
+    return {stage.number: stage.clusters_of(ids)[:, 0].astype(np.int64) for stage in stages}
 
 
 def clustered(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -18,12 +19,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mclclip.data.bytes import BadSample
-from mclclip.data.decode import DecodeError, as_picture, decode
+from mclclip.data.decode import DecodeError, as_picture, decode, is_array
 from mclclip.data.locations import PICTURE
 from mclclip.data.options import DataConfig
 from mclclip.data.training_images import Readable, path_of
 from mclclip.eval.captions import read_captions_of_shards
-from mclclip.eval.images import StoredImage, image_items
+from mclclip.eval.images import image_items
 from mclclip.eval.items import read_items
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols.mmvp import read_pairs
@@ -49,8 +50,6 @@ BEYOND = "beyond the size of the page"
 LONGEST = 400
 """At most so many characters of a caption or statement are shown."""
 
-_MAX_FILE_BYTES = 1 << 26
-
 EXAMPLES = 4
 """So many of the items won are shown, and as many of those lost."""
 
@@ -59,8 +58,6 @@ FEATURE_ROWS = 20_000
 
 ENCODED = 512
 """At most so many samples are encoded for the page."""
-
-_BATCH = 64
 
 ANCHORS, NEIGHBOURS = 5, 6
 
@@ -105,23 +102,16 @@ class Thumbnails:
 
     def of_image(self, image: Readable, text: str) -> Picture:
         """The picture in an image file or in a shard, with this text."""
-
-        def stored() -> bytes:
-            if isinstance(image, StoredImage):
-                return image.read_bytes()
-            return files.read_bounded(path_of(image), _MAX_FILE_BYTES)
-
         name = getattr(image, "name", path_of(image).name)
-        return self._picture(str(image), name, text, stored)
+        return self._picture(str(image), name, text, image.read_bytes)
 
     def caption(self, sample_id: int) -> str:
         """The first caption of a sample; empty if there is none, or if it cannot be read."""
         if sample_id not in self._captions:
-            try:
-                captions = self.run.samples.captions_of([sample_id])[0]
-            except (OSError, RuntimeError):
-                captions = []
-            self._captions[sample_id] = captions[0] if captions else ""
+            self._captions[sample_id] = ""
+            with suppress(OSError, RuntimeError):
+                [captions] = self.run.captions([sample_id])
+                self._captions[sample_id] = next(iter(captions), "")
         return self._captions[sample_id]
 
     def lost(self) -> dict[str, int]:
@@ -133,7 +123,8 @@ class Thumbnails:
     def _picture(self, key: Hashable, name: str, text: str, read: Callable[[], bytes]) -> Picture:
         if key not in self._pictures:
             self._pictures[key] = self._of_bytes(read)
-        picture = replace(self._pictures[key], name=name, text=shortened(text))
+        text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+        picture = replace(self._pictures[key], name=name, text=text)
         if len(picture.uri) > self.left_bytes:
             self._beyond += 1
             return replace(picture, uri="", reason=BEYOND)
@@ -160,11 +151,6 @@ class Thumbnails:
             image.save(sink, "JPEG", quality=80, optimize=True)
         kind, data = "png" if small else "jpeg", base64.b64encode(sink.getvalue()).decode()
         return Picture(f"data:image/{kind};base64,{data}", small=small)
-
-
-def shortened(text: str) -> str:
-    """Cuts a text after ``LONGEST`` characters and adds three dots."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 # --- minimal pairs -------------------------------------------------------------------------------
@@ -251,10 +237,7 @@ def _compare(
     """Compares two encoders item by item: ``types``, ``axis``, ``won`` and ``lost`` of
     ``exchanges``."""
     parts, gained = model.strata or ["all"] * len(model), model.values - other.values
-    kinds = [
-        items[item][0] if item in items else part
-        for item, part in zip(model.items, parts, strict=True)
-    ]
+    kinds = [items.get(i, (part,))[0] for i, part in zip(model.items, parts, strict=True)]
     rows = {"won": np.flatnonzero(gained > 0).tolist(), "lost": np.flatnonzero(gained < 0).tolist()}
     won, lost = (Counter(kinds[n] for n in each) for each in rows.values())
     largest = max([*won.values(), *lost.values(), 1])
@@ -263,12 +246,10 @@ def _compare(
         (kind, won[kind], lost[kind], count, charts.balance(won[kind], lost[kind], most))
         for kind, count in Counter(kinds).items()
     ]
+    groups = [f"{kind} {of}" for kind, of in zip(kinds, model.resampling_group, strict=True)]
     examples: dict[str, list[dict[str, Any]]] = {"won": [], "lost": []}
     for name, each in rows.items():
-        turns = one_of_each(
-            each, [f"{kinds[n]} {model.resampling_group[n]}" for n in range(len(model))]
-        )
-        turns = one_of_each(turns, kinds)
+        turns = one_of_each(one_of_each(each, groups), kinds)
         shown = [model.items[n] for n in turns if model.items[n] in items]
         for item in shown[:EXAMPLES]:
             kind, pictures = items[item]
@@ -335,13 +316,8 @@ def _encoded(run: Run, export: Path, ids: NDArray[np.int64]) -> NDArray[np.float
     """Encodes samples by an exported encoder; returns None if some are arrays, not pictures."""
     from mclclip.models.encoder import load_model
 
-    encoder, rows = load_model(export), []
-    for some in np.array_split(ids, max(len(ids) // _BATCH, 1)):
-        images = [image for image in run.images(some) if isinstance(image, Image.Image)]
-        if len(images) < len(some):
-            return None
-        rows.append(encoder.encode_image(images))
-    return np.concatenate(rows)
+    stored = run.stored_images(ids)
+    return None if any(map(is_array, stored)) else load_model(export).encode_image(stored)
 
 
 def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
@@ -390,7 +366,6 @@ def filters(run: Run) -> list[dict[str, Any]]:
                 if (value := setting if isinstance(setting, list) else [setting])
                 not in ([], [None])
             ]
-            reasons = {str(reason): int(n) for reason, n in manifest.counts["reasons"].items()}
-            row = {"name": name, "flags": " ".join(flags), "reasons": reasons}
-            rows.append(row | {"samples": int(manifest.counts["samples"])})
+            row = {"name": name, "flags": " ".join(flags), "samples": manifest.counts["samples"]}
+            rows.append(row | {"reasons": manifest.counts["reasons"]})
     return rows

@@ -94,14 +94,12 @@ def standings(
     control: Entrant,
     remedies: Sequence[Entrant],
     benchmarks: Sequence[str],
-    metrics: Sequence[str] = (),
 ) -> Standings:
-    """Compares all ``remedies``, the control among them, with the base and with the control.
-
-    ``metrics`` names those to compare, as ``BENCHMARK/METRIC`` (none: the main ones).
+    """Compares all ``remedies``, the control among them, with the base and with the control, in the
+    main metrics of the ``benchmarks``.
 
     Raises FileNotFoundError and ValueError if figures or outcomes are missing, damaged or not of
-    the same items, and ValueError for a metric that the base has no figure of.
+    the same items.
     """
     read = compare.Reader()
     cells = {
@@ -122,9 +120,6 @@ def standings(
             rows.append(row)
         return rows
 
-    measured = {f"{benchmark}/{name}" for benchmark, name, _ in cells[base.runs[0]]}
-    if unknown := [name for name in metrics if name not in measured]:
-        raise ValueError(f"{base.runs[0]} has no figure of {unknown[0]}")
     others: list[tuple[Against, Entrant]] = [("base", base), ("control", control)]
     pairs = [(against, (remedy.name, other.name)) for against, other in others
              for remedy in remedies if remedy.name != other.name]  # fmt: skip
@@ -132,8 +127,7 @@ def standings(
     parts: dict[Against, list[Part]] = {"base": [], "control": []}
     for (benchmark, name, model), (row, _) in cells[base.runs[0]].items():
         is_main = row.protocol.get("level") == "headline"
-        is_compared = f"{benchmark}/{name}" in metrics if metrics else is_main
-        if model != base.encoder or benchmark not in benchmarks or not is_compared:
+        if model != base.encoder or benchmark not in benchmarks or not is_main:
             continue
         rows = {e.name: rows_of(e, (benchmark, name)) for e in (base, *remedies)}
         compared = _compare(rows, [names for _, names in pairs], read)
@@ -173,9 +167,8 @@ def _compare(
     }
     names = [*next(iter(strata.values()))[0]]
     try:
-        whole = seeds.differences(
-            {n: [read(*row) for row in some] for n, some in rows.items()}, pairs
-        )
+        every = {name: [read(*row) for row in some] for name, some in rows.items()}
+        whole = seeds.differences(every, pairs)
         compared = [(Comparison(mean[a], mean[b], d, d.p_value), list[Part]())
                     for (a, b), d in zip(pairs, whole, strict=True)]  # fmt: skip
         for part in names if 1 < len(names) <= MOST_PARTS else ():
@@ -204,9 +197,8 @@ def sentences(race: Standings) -> list[str]:
     """Describes a race: what is better or worse than the control and the base, and how far to trust
     it."""
     control = race.whole["control"]
-    better, worse = (
-        [_describe(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
-    )
+    better = [_describe(c) for c in control if c.verdict == "better"]
+    worse = [_describe(c) for c in control if c.verdict == "worse"]
     metrics = count_of(len(race.metrics), "main metric")
     lines = []
     if better:

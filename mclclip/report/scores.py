@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,6 @@ from mclclip.eval.comparisons import Comparison
 from mclclip.eval.results import Reference, Result
 from mclclip.eval.units import PERCENT
 from mclclip.report import charts
-from mclclip.report.verdict import Verdict
-from mclclip.run.opened import Run
-from mclclip.verbs import compare
 from mclclip.verbs.compare import BASE, TWIN
 
 MINIMAL_PAIRS = "mmvp_vlm"
@@ -24,7 +20,7 @@ MINIMAL_PAIRS = "mmvp_vlm"
 
 def colour_of(model: str) -> str:
     """The colour of a model in charts, such as 'stage', a variable of the page's style."""
-    if model == "stage_0":
+    if model == BASE:
         return "base"
     if model.startswith(TWIN):
         return "control"
@@ -118,26 +114,15 @@ def references() -> list[Reference]:
 # --- paired comparisons --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Comparisons:
-    """The comparisons that the run is judged by, with stage 0 and with the ungrouped control's, and
-    the ``verdict``, with the reason where there is none."""
-
-    with_base: Sequence[Comparison]
-    with_control: Sequence[Comparison]
-    verdict: Verdict | None
-    missing: str = ""
-
-
-def comparisons(run: Run) -> Comparisons:
-    """Compares the encoders of a run in the metrics of the level ``headline``."""
-    try:
-        verdict = Verdict.of(compare.rows_of(run))
-    except (ValueError, FileNotFoundError) as error:
-        return Comparisons([], [], None, f"{error}.")
-    with_base = [c for c in verdict.family if c.against.model == BASE]
-    with_control = [c for c in verdict.family if c.against.model.startswith(TWIN)]
-    return Comparisons(with_base, with_control, verdict)
+def by_opponent(family: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
+    """Divides the comparisons that a run is judged by into those with stage 0 and those with the
+    ungrouped control, each under a title."""
+    titles = {"Against stage 0, the base": BASE, "Against the ungrouped control": TWIN}
+    groups = [
+        (title, [c for c in family if c.against.model.startswith(other)])
+        for title, other in titles.items()
+    ]
+    return [group for group in groups if group[1]]
 
 
 def first_of_each(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from markupsafe import Markup
 
 from mclclip.eval import results
@@ -57,10 +56,8 @@ def _training(stage: Stage, rows: DataFrame) -> dict[str, Any]:
     durations = _numbers([row.get("seconds") for row in epochs]) if whole else []
     seconds = sum(durations) if durations else None
     last, losses = rows.iloc[-1].to_dict(), _numbers(rows.get("loss", ()))
-    every, each, seen = (
-        sum(_numbers([last.get(name)]))
-        for name in ("samples_per_s", "samples_per_s_per_rank", "samples_seen")
-    )
+    counts = ("samples_per_s", "samples_per_s_per_rank", "samples_seen")
+    every, each, seen = (sum(_numbers([last.get(name)])) for name in counts)
     ranks = round(every / each) if every and each else None
     return {
         "finished": manifest is not None,
@@ -86,11 +83,8 @@ def curves(run: Run) -> list[dict[str, Any]]:
         if any(map(len, recorded.values())):
             loss = _chart(f"stage {number}: loss", "loss", recorded)
             rate = _chart(f"stage {number}: learning rate", "lr", recorded)
-            evaluated = [
-                _evaluated(run, variant, number, name)
-                for name, variant in variants.items()
-                if number
-            ]
+            shown = variants.items() if number else ()
+            evaluated = [_evaluated(run, variant, number, name) for name, variant in shown]
             curve = {"stage": number, "loss": loss, "lr": rate}
             curves.append(curve | {"evaluated": [part for part in evaluated if part["lines"]]})
     return curves
@@ -134,14 +128,8 @@ def _chart(title: str, name: str, recorded: Mapping[str, DataFrame]) -> Markup:
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:
-    """The finite numbers among values, which may have any type, as in records."""
-    return [
-        float(value)
-        for value in values
-        if isinstance(value, int | float | np.number)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    ]
+    """The values that are recorded and finite."""
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
 
 
 def total(values: Sequence[float | None]) -> float | None:

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +22,7 @@ from functools import partial
 from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mclclip.data.decode import (
     IMAGE_EXTENSIONS,
@@ -58,7 +58,8 @@ from mclclip.util.remake import Remake
 log = logging.getLogger("mclclip")
 _KEY_DIGITS = 9
 _LARGE_BYTES = 1_000_000
-_Ask = Callable[[str, Path], ValueError]
+_FromFolder = Callable[[Path], str]
+"""Returns the command that reads the pictures from another folder."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _REST = "train"  # the folder of pictures that are not held out
@@ -101,7 +102,7 @@ def pack(
     columns = {"path_column": path_column, "caption_column": caption_column, "delimiter": delimiter}
     command = command or advice.words_of("pack", source, captions=captions, out=out, **columns)
     table = open_table(
-        source, captions, image_column=path_column, caption_column=caption_column,
+        source, captions, path_column=path_column, caption_column=caption_column,
         delimiter=delimiter, allow_roots=allow_roots, command=command,
     )  # fmt: skip
     if not table.caption_columns:
@@ -121,13 +122,13 @@ def pack(
         held_out=dict(held_out),
         size=size,
     )
-    ask = partial(_ask, table, source, command)
-    force = _force_for_arrived(table, out, ask, allow_roots, force)
-    return make_artifact(step, out, (table, source, command), force)
+    from_folder = partial(_from_folder, table, source, command)
+    force = _force_for_arrived(table, out, from_folder, allow_roots, force)
+    return make_artifact(step, out, (table, source, from_folder), force)
 
 
 @dataclass(frozen=True)
-class Shards(Step[tuple[Table, Path, Sequence[str]]]):
+class Shards(Step[tuple[Table, Path, _FromFolder]]):
     """Captioned pictures as shards; ``images`` is the folder or the url below which they lie."""
 
     kind = "shards"
@@ -141,21 +142,21 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     held_out: Mapping[str, float]
     size: int
 
-    def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
+    def reads(self, how: tuple[Table, Path, _FromFolder]) -> Mapping[str, str]:
         """Returns the digests of the table, or of the folder's files."""
         return how[0].inputs()
 
-    def make(self, out: Artifact, how: tuple[Table, Path, Sequence[str]]) -> Made:
+    def make(self, out: Artifact, how: tuple[Table, Path, _FromFolder]) -> Made:
         """Packs all samples. Raises ValueError, before it writes, if no image can be used."""
-        (table, source, command), findings = how, Findings()
+        (table, source, from_folder), findings = how, Findings()
         roots = Roots(table.root, *map(Path, self.allow_roots))
-        rows, total = _join_rows(table, roots, partial(_ask, table, source, command), findings)
+        rows, total = _join_rows(table, roots, from_folder, findings)
         names_files = source.is_dir() and isfile(table.path) and not table.holds_images
         rows = [*rows] if names_files else rows
         samples = self._samples(rows, table, roots, findings)
         first = next(samples, None)
         if first is None:
-            raise ValueError(_describe_nothing_usable(table, findings, source, command))
+            raise ValueError(_describe_nothing_usable(table, findings, from_folder))
         if names_files:
             _count_unnamed(rows, source, table, roots, findings)
         out.begin()
@@ -166,11 +167,7 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
         self, rows: Iterable[Row], table: Table, roots: Roots, findings: Findings
     ) -> Iterator[PackedSample]:
         """Yields a sample per usable row, with its key and its folder; counts the other rows."""
-        images = (
-            (row, *image)
-            for row in rows
-            if (image := _read_image(row, table.root, roots, findings))
-        )
+        images = filter(None, (_read_image(row, table.root, roots, findings) for row in rows))
         number = 0
         for row, data, stored, extension in _in_order(partial(_store, self.size), images):
             digest = hashlib.sha256(data)
@@ -204,10 +201,9 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
         table: Table,
     ) -> Made:
         """Writes the shards; counts samples, captions and shards, and logs the findings."""
-        shares: dict[str, dict[str, int]] = {
-            folder: {"samples": 0, "captions": 0, "shards": 0}
-            for folder in ([*self.held_out, _REST] if self.held_out else [""])
-        }
+        names = ("samples", "captions", "shards")
+        folders = [*self.held_out, _REST] if self.held_out else [""]
+        shares = {folder: dict.fromkeys(names, 0) for folder in folders}
         num_with_several = num_bytes = 0
         records: dict[str, Record] = {}
 
@@ -223,21 +219,11 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
 
         for path in write_shards(count_samples(), out, self.samples_per_shard, records):
             shares["" if path.parent == out else path.parent.name]["shards"] += 1
-        counts: dict[str, Any] = {
-            name: sum(share[name] for share in shares.values())
-            for name in ("samples", "captions", "shards")
-        }
-        if self.held_out:
-            counts["shares"] = shares
-        log.info(
-            "pack: %s with %s in %s",
-            *(count_of(counts[name + "s"], name) for name in ("sample", "caption", "shard")),
-        )
+        counts = {name: sum(share[name] for share in shares.values()) for name in names}
+        numbers = [count_of(number, name.removesuffix("s")) for name, number in counts.items()]
+        log.info("pack: %s with %s in %s", *numbers)
         if num_with_several:
-            log.info(
-                "pack: some have several captions; sources that read all have "
-                "captions: json:captions"
-            )
+            log.info("pack: some have several captions; with captions: json:captions all are read")
         if not self.size and (mean_bytes := num_bytes / counts["samples"]) > _LARGE_BYTES:
             log.warning(
                 "pack: pictures have %.1f MB on average, and training decodes them in every epoch: "
@@ -247,7 +233,8 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
             log.warning("pack: %s", line)
         if spelling := _explain_missing(table, findings):
             log.warning("pack: %s", spelling)
-        return Made({**counts, "findings": findings.to_json()}, records)
+        of_folders = {"shares": shares} if self.held_out else {}
+        return Made({**counts, **of_folders, "findings": findings.to_json()}, records)
 
 
 def _explain_missing(table: Table, findings: Findings) -> str | None:
@@ -258,9 +245,7 @@ def _explain_missing(table: Table, findings: Findings) -> str | None:
     return next(filter(None, causes), None)
 
 
-def _describe_nothing_usable(
-    table: Table, findings: Findings, source: Path, command: Sequence[str]
-) -> str:
+def _describe_nothing_usable(table: Table, findings: Findings, from_folder: _FromFolder) -> str:
     """Returns the message for a table without a usable image, with the command that may help."""
     reasons = "; ".join(findings.lines()) or "it has no rows"
     missing = findings.to_json().get("missing_image")
@@ -268,15 +253,14 @@ def _describe_nothing_usable(
         reasons += f". {spelling}"
     elif missing and not table.holds_images:
         name = missing["examples"][0]
-        there = [p for p in (Path(table.path).parent, source.parent) if isfile(p / name)]
+        there = [p for p in (Path(table.path).parent, table.root.parent) if isfile(p / name)]
         folder = there[0] if there else Path("FOLDER")
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"
-        other = _from_folder(folder, table, source, command)
-        reasons += f". Its files are named from {table.root}; {where}: {other}"
+        reasons += f". Its files are named from {table.root}; {where}: {from_folder(folder)}"
     return f"no usable image in {table.path}: {reasons}"
 
 
-def _from_folder(folder: Path, table: Table, source: Path, command: Sequence[str]) -> str:
+def _from_folder(table: Table, source: Path, command: Sequence[str], folder: Path) -> str:
     """Returns the command that reads the pictures of ``table`` from this folder."""
     captions = [] if source != table.path else ["--captions", str(source)]
     return advice.again(command, str(folder), *captions, instead=source)
@@ -313,12 +297,8 @@ def _check(
             )
 
 
-def _ask(table: Table, source: Path, command: Sequence[str], what: str, folder: Path) -> ValueError:
-    return ValueError(f"{what}: {_from_folder(folder, table, source, command)}")
-
-
 def _force_for_arrived(
-    table: Table, out: Path, ask: _Ask, allow_roots: Sequence[Path], force: Remake
+    table: Table, out: Path, from_folder: _FromFolder, allow_roots: Sequence[Path], force: Remake
 ) -> Remake:
     """Returns ``force``, or ALL if pictures that were missing as ``out`` was packed are there now.
 
@@ -331,7 +311,7 @@ def _force_for_arrived(
     counts = (findings.get(reason, {"count": 0}) for reason in ("missing_image", "unreadable"))
     if not (missing := sum(int(entry["count"]) for entry in counts)):
         return force
-    rows, _ = _join_rows(table, Roots(table.root, *allow_roots), ask, Findings())
+    rows, _ = _join_rows(table, Roots(table.root, *allow_roots), from_folder, Findings())
     paths = (table.root / row.path for row in rows)
     arrived = missing - sum(not (isfile(path) and os.access(path, os.R_OK)) for path in paths)
     if arrived > 0 and force is Remake.NOTHING:
@@ -343,7 +323,7 @@ def _force_for_arrived(
 
 
 def _join_rows(
-    table: Table, roots: Roots, ask: _Ask, findings: Findings
+    table: Table, roots: Roots, from_folder: _FromFolder, findings: Findings
 ) -> tuple[Iterable[Row], int | None]:
     """Yields a row per image with all its captions; returns their number too, None if unknown.
 
@@ -353,26 +333,28 @@ def _join_rows(
     if table.holds_images:
         groups = itertools.groupby(usable, lambda row: (row.path, row.image))
         return (_merge_captions(group) for _, group in groups), table.count
-    by_path: dict[tuple[str, bytes | None], Row] = {}
-    for row in find_pictures_of(usable, table, roots, ask):
-        if (first := by_path.setdefault((row.path, row.image), row)) is not row:
-            first.captions.extend(row.captions)
-    return by_path.values(), len(by_path)
+    rows = find_pictures_of(
+        usable, table, roots, lambda what, folder: ValueError(f"{what}: {from_folder(folder)}")
+    )
+    by_path = defaultdict[tuple[str, bytes | None], list[Row]](list)
+    for row in rows:
+        by_path[row.path, row.image].append(row)
+    return map(_merge_captions, by_path.values()), len(by_path)
 
 
 def _count_unnamed(
     rows: Iterable[Row], folder: Path, table: Table, roots: Roots, findings: Findings
 ) -> None:
     """Counts the pictures of a ``folder`` that no row of its table names."""
-    named = {os.path.normpath(table.root / row.path) for row in rows}
+    of_rows = {os.path.normpath(table.root / row.path) for row in rows}
     pictures = (p for p in walk(folder, roots, Findings()) if suffix_of(p) in PICTURE_SUFFIXES)
-    others = (p for p in pictures if os.path.normpath(p) not in named)
+    others = (p for p in pictures if os.path.normpath(p) not in of_rows)
     findings.add("unnamed_picture", *(os.path.relpath(path, folder) for path in others))
 
 
-def _merge_captions(group: Iterator[Row]) -> Row:
-    first = next(group)
-    for row in group:
+def _merge_captions(rows: Iterable[Row]) -> Row:
+    first, *others = rows
+    for row in others:
         first.captions.extend(row.captions)
     return first
 
@@ -409,8 +391,11 @@ def _decodes(image: bytes) -> bool:
     return True
 
 
-def _read_image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[bytes, str] | None:
-    """Returns bytes and extension of a row's image; None, with a finding, if it is unusable."""
+def _read_image(
+    row: Row, root: Path, roots: Roots, findings: Findings
+) -> tuple[Row, bytes, str] | None:
+    """Returns a row with bytes and extension of its image; None, with a finding, if that is
+    unusable."""
     reason, data = None, row.image or b""
     if row.image is None:
         if "\0" in row.path or not isfile(root / row.path):
@@ -442,7 +427,7 @@ def _read_image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple
         return None
     if odd := peculiarity(data, MAX_IMAGE_PIXELS):
         findings.add(odd, row.path or row.where)
-    return data, extension
+    return row, data, extension
 
 
 def _folder(digest: bytes, held_out: Mapping[str, float]) -> str:

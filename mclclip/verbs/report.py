@@ -97,8 +97,10 @@ def _content(run: Run) -> dict[str, Any]:
     """Returns the variables of the template."""
     thumbnails, trained = Thumbnails(run), _section(lambda: story.trainings(run))
     trainings = trained["content"] or []
-    comparisons = scores.comparisons(run)
-    verdict = comparisons.verdict
+    better = _section(lambda: [Verdict.of(compare.rows_of(run))])
+    verdict = better["content"][0] if better["content"] else None
+    if verdict is not None:
+        better = _section(lambda: scores.by_opponent(verdict.family))
     sections = _sections(run, thumbnails, verdict)
     if trained["missing"]:
         sections["curves"] = trained
@@ -111,7 +113,7 @@ def _content(run: Run) -> dict[str, Any]:
         "name": run.directory.resolve().name,
         "run": run,
         "model_colours": {scores.colour_of(row.model) for row in run.result_rows},
-        "comparisons": comparisons,
+        "better": better,
         "verdict_lines": [] if verdict is None else verdict.sentences(),
         "first_of_each": scores.first_of_each,
         "label_rows": clusters.LABEL_ROWS,
@@ -133,25 +135,22 @@ def _sections(
     return {
         "tables": _section(lambda: scores.tables(run.result_rows, scores.references())),
         "exchanges": _section(lambda: pictures.exchanges(run, thumbnails, tuned)),
-        "clusters": _section(lambda: clusters.clustered(run, thumbnails), run),
-        "agreement": _section(lambda: clusters.agreement(run), run),
-        "anchors": _section(lambda: pictures.anchors(run, thumbnails, tuned), run),
-        "blindspots": _section(lambda: pictures.blindspots(run, thumbnails), run),
+        "clusters": _section(lambda: clusters.clustered(run, thumbnails)),
+        "agreement": _section(lambda: clusters.agreement(run)),
+        "anchors": _section(lambda: pictures.anchors(run, thumbnails, tuned)),
+        "blindspots": _section(lambda: pictures.blindspots(run, thumbnails)),
         "filters": _section(lambda: pictures.filters(run)),
         "curves": _section(lambda: story.curves(run)),
     }
 
 
-def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -> dict[str, Any]:
+def _section(make: Callable[[], Sequence[Any]]) -> dict[str, Any]:
     """Calls ``make`` and returns a part of the page as a mapping.
 
     'content' is what ``make`` returns, or None. 'empty' is True if the run has nothing for this
-    part. 'missing' says why the part could not be read, such as a damaged file; else it is ''. The
-    samples of the run ``samples_of``, if given, must be readable too.
+    part. 'missing' says why the part could not be read, such as a damaged file; else it is ''.
     """
     try:
-        if samples_of is not None:
-            _ = samples_of.samples
         content = make()
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         log.warning("report: a part is left out: %s", error)
@@ -162,9 +161,8 @@ def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -
 def _summary(run: Run, trainings: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Returns the tiles at the top of the report, each (number, caption, detail)."""
     tiles = []
-    if run.layout.index.is_dir():
-        if samples := _section(lambda: [len(run.index)])["content"]:
-            tiles.append((f"{samples[0]:,}", "samples", ""))
+    if run.layout.index.is_dir() and (samples := _section(lambda: [len(run.index)])["content"]):
+        tiles.append((f"{samples[0]:,}", "samples", ""))
     if (seconds := story.total([training["seconds"] for training in trainings])) is not None:
         steps = sum(training["steps"] for training in trainings)
         more = f"{steps:,} steps in {count_of(len(trainings), 'training')}"

@@ -200,9 +200,9 @@ def test_a_mistaken_call_does_not_stand_in_the_way_of_the_right_one(
 
 
 def tuning(images: Path, **flags: object) -> api.FineTuning:
-    defaults: dict[str, object] = {"base": "tiny_clip@random", "captions": None}
+    defaults: dict[str, Any] = {"base": "tiny_clip@random", "captions": None}
     defaults |= {"out": images / "run", "overrides": [], "held_out": 0.1, "seed": 0}
-    return api.FineTuning.of(images=images, **defaults | flags)
+    return api.FineTuning(images=images, **defaults | flags)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,6 @@ def test_an_index_without_attributes_is_what_it_was(tmp_path: Path, shards: Path
     plain, named = run(tmp_path / "a", s=(shards, [])), run(tmp_path / "b", s=(shards, ["shape"]))
     assert plain.digest != named.digest
     assert not (plain.directory / "attributes.json").exists()
-    assert "attributes" not in (plain.directory / "shards.json").read_text()
     assert (
         scan_shard(StoredFile(str(shards / "0.tar")), "s", "txt").rows.schema.names[-1]
         == "text_crc32"

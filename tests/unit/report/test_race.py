@@ -119,24 +119,6 @@ def test_a_table_for_the_terminal(tmp_path: Path) -> None:
     assert "better" in text and max(map(len, text.splitlines())) <= 80
 
 
-def test_metrics_by_name(tmp_path: Path) -> None:
-    """Those alone are compared, be they main ones or not; one that is not there is refused."""
-    made = entrants(tmp_path, {"base": 0.5, "ungrouped": 0.55}, 2)
-    base, control = made.values()
-    for name, share in (("base", 0.5), ("ungrouped", 0.7)):
-        for run in made[name].runs:
-            own = Outcomes([f"x{n}" for n in range(10)], np.arange(10) < 10 * share)
-            figure = results.figure("R@10", own, {})
-            results.record(run / "results.jsonl", [figure], "encoder", "retrieval")
-    every, some = ["pairs", "retrieval"], ["retrieval/R@10"]
-    assert page.standings(base, control, [control], every).metrics == [("pairs", "average")]
-    found = page.standings(base, control, [control], every, some)
-    assert found.metrics == [("retrieval", "R@10")]
-    assert found.whole["base"][0].difference.value == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="has no figure of retrieval/R@9"):
-        page.standings(base, control, [control], every, ["retrieval/R@9"])
-
-
 def test_a_remedy_that_has_not_run_is_one_line(tmp_path: Path) -> None:
     made = entrants(tmp_path, {"base": 0.5, "ungrouped": 0.55, "late": 0.6}, 2)
     base, control, late = made.values()
