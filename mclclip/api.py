@@ -313,7 +313,7 @@ def _describe_lack(what: str) -> str:
     return (
         f"{what} has no picture with a caption: give a table or a folder of texts by --captions, "
         "or a text beside each picture (a.jpg, a.txt); where folders are classes, "
-        "'mclclip make-dataset folder' packs pictures for training on them"
+        "'mclclip make-dataset folder --out OUT --source folder=FOLDER' packs both"
     )
 
 

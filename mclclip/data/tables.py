@@ -394,15 +394,17 @@ def _caption_columns(
         names = " and ".join(map(repr, likely))
         what = f"{path} has no column called 'caption' or the like, and {names} may hold captions"
         raise ask(what, "--caption-column", likely[0])
-    if others := present_columns(dict.fromkeys(texts), _OTHER_CAPTION_COLUMNS):
-        return (others[0],)
+    if rarer := present_columns(dict.fromkeys(texts), _OTHER_CAPTION_COLUMNS):
+        return (rarer[0],)
     nested = [name for name in texts if name.rpartition(".")[2] in _TEXTS_OF_LISTS]
     if nested and not first:
         raise ask(f"{path} has lists of texts in {nested[0]!r}", "--caption-column", nested[0])
-    odd = present_columns({**table.columns, **table.unreadable}, CAPTION_COLUMNS)
+    examples = {**table.columns, **table.unreadable}
+    others = {name: value for name, value in examples.items() if name != images}
+    odd = present_columns(others, CAPTION_COLUMNS)
     if nested or not odd:
         return tuple(nested[:1])
-    value = table.columns.get(odd[0], table.unreadable.get(odd[0]))
+    value = others[odd[0]]
     if is_missing(value) or value == "null":  # so far: later rows may have texts
         return (odd[0],)
     what = f"{path} has no texts in {odd[0]!r}, such as {value!r}"

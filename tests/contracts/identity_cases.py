@@ -157,6 +157,7 @@ FLAGS: dict[str, dict[str, tuple[Any, bool]]] = {
         "key_prefix": ("a", True),
         "allow_roots": ([Path("/tmp")], True),
         "held_out": ({"test": 0.5}, True),
+        "size": (2, True),
         "command": (["mclclip"], False),
     },
     "make-dataset": {
