@@ -34,10 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
     "lines": 32_825,
-    "functions": 2_751,
+    "functions": 2_746,
     "functions of two lines or fewer": 771,
-    "classes": 335,
-    "dataclasses": 185,
+    "classes": 334,
+    "dataclasses": 183,
     "options": 192,
     "arrows between rooms": 329,
     "empty names": 3,
