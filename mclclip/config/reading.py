@@ -153,6 +153,8 @@ def _drop_options_of_other_kinds(objective: dict[str, Any]) -> None:
 
 
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+_ELSEWHERE = {"batch_size": "global_batch", "learning_rate": "lr", "arch": "name"}
+"""Names that options have in other programs, which are spelt unlike ours."""
 
 
 def _message(error: ValidationError, tree: dict[str, Any]) -> str:
@@ -165,7 +167,8 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
         inner = [part for part in valid if len(path) == 1 and name in _fields_at([part], tree)]
-        near = [f"{part}.{name}" for part in inner] or nearest(path[-1], valid, 1)
+        word = _ELSEWHERE.get(path[-1], path[-1])
+        near = [f"{part}.{name}" for part in inner] or nearest(word, valid, 1)
         hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
         return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"
     if problem["type"] in ("missing", "missing_argument"):

@@ -120,6 +120,8 @@ def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
         ("base.lock.image_block=1", "base.lock.image_block", "image_blocks"),
         ("data.sources.cc.shard=a", "data.sources.cc.shard", "shards"),
         ("eval.suite.m.knd=mmvp", "eval.suite.m.knd", "kind"),
+        ("train.batch_size=1", "train.batch_size", "global_batch"),
+        ("base.learning_rate=1", "base.learning_rate", "lr"),
     ],
 )
 def test_an_unknown_option_is_named_with_the_nearest(
