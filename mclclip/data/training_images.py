@@ -28,7 +28,7 @@ from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.run.artifacts import HasRunDir, RunPaths, is_finished, read_identity, read_manifest
+from mclclip.run.artifacts import HasRunDir, RunPaths, is_finished, read_manifest
 from mclclip.util.files import digest_keys
 
 log = logging.getLogger("mclclip")
@@ -128,7 +128,11 @@ class TrainingImages:
         """Yields number, size and digest of each image that ``mclclip pack`` would have stored
         smaller, in this form."""
         folders = {f for shard in self._index.shards for f in [*Path(shard.path).parents][:2]}
-        sizes = {read_identity(f).get("config", {}).get("size") for f in folders} - {0, None}
+        sizes = set[int]()
+        for folder in folders:
+            with suppress(ValueError, OSError):  # a manifest.json of another program
+                packed = read_manifest(folder, "shards")
+                sizes |= {packed.config["size"]} - {0}
         for (number, image), side in product(enumerate(images), sizes):
             with suppress(DecodeError):
                 if small := shrink(image.read_bytes(), MAX_IMAGE_PIXELS, side):

@@ -346,9 +346,9 @@ def _count_unnamed(
     rows: Iterable[Row], folder: Path, table: Table, roots: Roots, findings: Findings
 ) -> None:
     """Counts the pictures of a ``folder`` that no row of its table names."""
-    of_rows = {os.path.normpath(table.root / row.path) for row in rows}
+    of_rows = {os.path.abspath(table.root / row.path) for row in rows}
     pictures = (p for p in walk(folder, roots, Findings()) if suffix_of(p) in PICTURE_SUFFIXES)
-    others = (p for p in pictures if os.path.normpath(p) not in of_rows)
+    others = (p for p in pictures if os.path.abspath(p) not in of_rows)
     findings.add("unnamed_picture", *(os.path.relpath(path, folder) for path in others))
 
 
@@ -361,8 +361,8 @@ def _merge_captions(rows: Iterable[Row]) -> Row:
 
 def _store(size: int, image: tuple[Row, bytes, str]) -> tuple[Row, bytes, bytes, str]:
     """Returns a row, its picture, and the bytes and extension that are stored: those of a smaller
-    picture if its shorter side has more than ``size`` pixels. A damaged one stays as it is, since
-    ``data.max_bad_fraction`` bounds how many of these are trained without."""
+    picture if its shorter side has more than ``size`` pixels. A damaged one stays as it is: the
+    training counts it as a bad sample."""
     row, data, extension = image
     small = None
     if size and not is_array(data):

@@ -585,3 +585,18 @@ def test_smaller_copies_are_advised_for_pictures_and_not_for_arrays(
         pack(tmp_path / f"{kind}.parquet", tmp_path / kind)
         advised[kind] = "--size" in caplog.text
     assert advised == {"bmp": True, "npy": False}
+
+
+def test_absolute_names_in_a_relative_folder_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for name in ("a.png", "b.png", "c.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / "photos" / name)
+    table = write_table(
+        tmp_path / "t.csv",
+        [["image", "caption"], [f"{tmp_path}/photos/a.png", "a"], ["./b.png", "b"]],
+    )
+    counts = pack(Path("photos"), Path("out"), captions=table).counts
+    assert counts["findings"]["unnamed_picture"]["examples"] == ["c.png"]
