@@ -322,3 +322,14 @@ def test_outcomes_that_are_not_there_or_not_named(run_dir: Path) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(FileNotFoundError, match="no outcomes of items: evaluate again"):
             compare.run([run_dir])
+
+
+def test_figures_that_are_too_good_are_told_of(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run_dir / "results.jsonl"
+    seen = {"training_images": 7, "judged_images": 100}
+    rows = [replace(row, protocol=row.protocol | seen) for row in results.read(path)]
+    results.write(path, rows)
+    compare.run([run_dir])
+    assert "7 of its 100 images" in caplog.text
