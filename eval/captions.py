@@ -18,7 +18,7 @@ import pandas
 
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import parse_captions
-from mclclip.data.shard_writer import with_file
+from mclclip.data.shard_writer import packed_from, with_file
 from mclclip.data.table_formats import LINES
 from mclclip.data.tables import Row, find_pictures_of, open_table, usable_rows
 from mclclip.data.text_tables import refuse_misread
@@ -135,7 +135,7 @@ def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
     ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
     for row, (image, (offset, size)) in enumerate(zip(stored, ranges, strict=True)):
         member = read_range(image.path, offset, size)
-        images.append(replace(image, name=with_file(image.key, member)))
+        images.append(replace(image, name=with_file(image.key, packed_from(member))))
         captions_of_image = parse_captions(member, captions)
         texts += captions_of_image
         owners += [row] * len(captions_of_image)

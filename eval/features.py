@@ -30,6 +30,7 @@ from mclclip.models.transforms import defer_normalization
 from mclclip.ranks.collectives import gather_objects, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, choose_memory
 from mclclip.run.runlog import progress
+from mclclip.util.options import first_few
 
 T = TypeVar("T")
 
@@ -72,8 +73,8 @@ class Extractor:
     def images(self, paths: Sequence[Readable]) -> Features:
         """Unit features [N, E] of images, in their order, on every rank.
 
-        Raises ValueError on all ranks if a file cannot be read or decoded: figures without one of
-        the images could not be compared with others.
+        Raises ValueError on all ranks if files cannot be read or decoded, and names ten of them:
+        figures without some of the images could not be compared with others.
         """
         if self.on_images is not None:
             self.on_images(paths)
@@ -104,16 +105,20 @@ class Extractor:
         what: str,
         num_workers: int = 0,
     ) -> Features:
-        def compute(batch: Tensor | str) -> tuple[Tensor, None]:
-            if isinstance(batch, str):
-                raise ValueError(batch)
+        problems: list[str] = []
+
+        def compute(batch: Tensor | list[str]) -> tuple[Tensor, None]:
+            if isinstance(batch, list):
+                problems.extend(batch)
+            if problems:  # after one, batches are read to find all problems at once
+                return torch.empty(0, self.encoder.embed_dim), None
             features = encode(batch.to(self.context.device, non_blocking=True)).float()
             # Under autocast the encoder's features are off by a few thousandths in length.
             return features / features.norm(dim=1, keepdim=True).clamp_min(1e-12), None
 
         def run(share: slice) -> Features:
             numbers = range(share.start, share.stop)
-            loader = Loader[Tensor | str](
+            loader = Loader[Tensor | list[str]](
                 batches,
                 numbers,
                 num_workers=num_workers,
@@ -131,7 +136,9 @@ class Extractor:
                             f"{self.precision}: the model has diverged, or needs precision=fp32"
                         )
                     parts.append(rows)
-                return np.concatenate(parts)
+            if problems:
+                raise ValueError(first_few(problems, 10, "; "))
+            return np.concatenate(parts)
 
         count = -(-len(batches.items) // self.batch_size)
         return np.concatenate(over_ranks(self.context, count, run, f"encoding {what}"))
@@ -139,18 +146,18 @@ class Extractor:
 
 @dataclass(frozen=True)
 class _Batches(Dataset[Any]):
-    """A data set of batches. A batch is the tensor [b, ...] that ``make`` makes of its items, or an
-    error message of one line.
+    """A data set of batches. A batch is the tensor [b, ...] that ``make`` makes of its items, or a
+    list of error messages of one line each.
 
-    The message is returned, not raised, since an exception would arrive with the traceback of the
+    Messages are returned, not raised, since an exception would arrive with the traceback of the
     loader's worker.
     """
 
     items: Sequence[Any]
-    make: Callable[[Any], Tensor | str]
+    make: Callable[[Any], Tensor | list[str]]
     size: int
 
-    def __getitem__(self, number: int) -> Tensor | str:
+    def __getitem__(self, number: int) -> Tensor | list[str]:
         return self.make(self.items[number * self.size : (number + 1) * self.size])
 
     def describe(self, number: int) -> tuple[str, list[str]]:
@@ -160,28 +167,33 @@ class _Batches(Dataset[Any]):
 
 def _read_images(
     transform: PictureTransform, max_image_pixels: int, paths: Sequence[Readable]
-) -> Tensor | str:
-    """Reads and transforms images; returns [b, C, H, W], or an error message of one line."""
-    images, arrays = [], transform.reads_arrays
+) -> Tensor | list[str]:
+    """Reads and transforms images; returns [b, C, H, W], or messages, of one line, about those that
+    cannot be used."""
+    images, problems = list[Tensor](), list[str]()
     for path in paths:
         try:
-            image = decode(path.read_bytes(), max_image_pixels, arrays)
+            image = decode(path.read_bytes(), max_image_pixels, transform.reads_arrays)
             if isinstance(path, Region):
-                left, top, right, bottom = path.box
-                if (right - left) * (bottom - top) > max_image_pixels:
-                    return f"image {path} has more than {max_image_pixels} pixels: correct its box"
-                if not isinstance(image, Image.Image):
-                    return f"image {path} is an array, of which no part can be cut out"
-                image = image.crop(path.box)
+                image = _cut_out(image, path.box, max_image_pixels)
             images.append(transform(image))
         except DecodeError as error:
-            return f"image {path} cannot be decoded ({error}): replace the file"
+            problems.append(f"image {path} cannot be decoded ({error}): replace the file")
         except OSError as error:
-            return f"image {path} cannot be read: {error.strerror or error}"
+            problems.append(f"image {path} cannot be read: {error.strerror or error}")
         except ValueError as error:  # the transform cannot take this image
-            return f"image {path}: {error}"
-    batch: Tensor = default_collate(images)
-    return batch
+            problems.append(f"image {path}: {error}")
+    return problems or default_collate(images)
+
+
+def _cut_out(image: Any, box: tuple[int, int, int, int], max_image_pixels: int) -> Image.Image:
+    """Cuts a part out of a picture; ValueError for an array, and for a part that is too large."""
+    left, top, right, bottom = box
+    if (right - left) * (bottom - top) > max_image_pixels:
+        raise ValueError(f"its box has more than {max_image_pixels} pixels: correct it")
+    if not isinstance(image, Image.Image):
+        raise ValueError("an array has no part that can be cut out")
+    return image.crop(box)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from mclclip.data.index_tables import (
 )
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
-from mclclip.data.shard_writer import with_file
+from mclclip.data.shard_writer import packed_from, with_file
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
 from mclclip.util.files import (
@@ -143,19 +143,27 @@ class SampleIndex:
         return keys
 
     def names(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
-        """Returns keys for messages, with the file that ``mclclip pack`` made the sample of.
+        """Returns keys for messages, such as ``cats/0007 (photos/tom.jpg)``: with the file that
+        ``mclclip pack`` made the sample of, if it did."""
+        return [*map(with_file, self.keys(ids), self.files(ids))]
 
-        An example is ``cats/0007 (photos/tom.jpg)``. The file is in the sample's ``.json``, which
-        is read; other samples have their key alone.
+    def files(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
+        """Returns the file that ``mclclip pack`` made each sample of, such as ``photos/tom.jpg``.
+
+        It is in the sample's ``.json``, which is read; other samples have an empty text.
         """
         reader = ShardReader([shard.stored for shard in self.shards])
-        names = self.keys(ids)
-        for place, sample_id in enumerate(self.checked(ids).tolist()):
-            at, size = int(self.text_offset[sample_id]), int(self.text_size[sample_id])
+        rows = self.checked(ids)
+        columns = (
+            column[rows].tolist() for column in (self.shard_of, self.text_offset, self.text_size)
+        )
+        ranges = [*zip(*columns, strict=True)]
+        reader.prefetch(ranges)
+        files = [""] * len(ranges)
+        for place, (shard, offset, size) in enumerate(ranges):
             with suppress(OSError, ValueError):  # of a shard that is not there now
-                text = reader.read(int(self.shard_of[sample_id]), at, size)
-                names[place] = with_file(names[place], text)
-        return names
+                files[place] = packed_from(reader.read(shard, offset, size))
+        return files
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
         """Returns the ids int64 [n] of samples by their keys ``source/key``.

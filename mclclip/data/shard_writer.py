@@ -34,10 +34,13 @@ _MAGIC = {
 _OWN_NAME = re.compile(r"\d{5,}\.tar")
 
 
-def with_file(key: str, text: bytes) -> str:
-    """Returns a sample's key with the file that ``pack`` made it of, if ``text``, the sample's
-    ``.json``, names one: ``0007 (photos/tom.jpg)``."""
-    (file,) = parse_attributes(text, [PACKED_FROM])
+def packed_from(text: bytes) -> str:
+    """Returns the file that ``pack`` made a sample of, as its ``.json``, ``text``, says; or ""."""
+    return parse_attributes(text, [PACKED_FROM])[0] or ""
+
+
+def with_file(key: str, file: str) -> str:
+    """Returns a sample's key with the file it was made of, if known: ``0007 (photos/tom.jpg)``."""
     return f"{key} ({printable(file)})" if file else key
 
 

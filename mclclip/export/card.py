@@ -29,6 +29,7 @@ from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 
+_OF_THE_RUN = {"settings", "data", "evaluation", "export", "outcomes", "stage_dim", "level"}
 _MOST_ROWS = 60
 _LICENCES = {"openai": "mit"}  # by tag of weights; others are in doubt (NOTICE.md)
 
@@ -149,9 +150,11 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
 
 
 def _in_words(protocol: Mapping[str, Any]) -> str:
-    """Describes a protocol for the card, for example "split: test, templates: 80 values"."""
+    """Describes a protocol for the card, for example "split: test, templates: 80 values", without
+    the digests by which the run knows its rows."""
     shown = {
         name: f"{len(value)} values" if isinstance(value, list | dict) else value
         for name, value in protocol.items()
+        if name not in _OF_THE_RUN
     }
     return ", ".join(f"{name}: {value}" for name, value in shown.items())

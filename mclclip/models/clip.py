@@ -46,7 +46,7 @@ from mclclip.models.image_size import set_image_size
 from mclclip.models.row_projection import WIDTH
 from mclclip.models.weights import fetch_quietly, one_line, quiet
 from mclclip.util import files
-from mclclip.util.options import nearest
+from mclclip.util.options import first_few, nearest
 
 _KINDS = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
 _BIG_VISION = (".npz", ".npy")  # weights of SigLIP's authors, which open_clip reads
@@ -247,8 +247,7 @@ def tags(name: str) -> str:
     none.
     """
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
-    more = [f"and {len(tags) - 8} more"] if len(tags) > 8 else []
-    return ", ".join([*tags[:8], *more]) or "none"
+    return first_few(tags, 8) or "none"
 
 
 def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:

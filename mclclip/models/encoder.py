@@ -37,7 +37,7 @@ from mclclip.models.loading import common_config, load_towers
 from mclclip.models.model import NO_TEXT, Model, unit
 from mclclip.models.options import Variant
 from mclclip.util import files
-from mclclip.util.options import brief, with_prefix
+from mclclip.util.options import brief, first_few, with_prefix
 
 
 class Encoder(nn.Module):
@@ -179,13 +179,21 @@ class Encoder(nn.Module):
         Pictures are paths, PIL images, arrays uint8 [H, W, 3] (or one [N, H, W, 3]), bytes or open
         files of encoded pictures, and tensors [3, H, W] that `preprocess_val` made. One tensor
         [B, 3, H, W], or [3, H, W], gives a tensor [B, E]. Raises FileNotFoundError for a path that
-        is missing, and ValueError for what is no picture.
+        is missing, and ValueError for pictures that cannot be used, of which it names ten.
         """
         if not isinstance(images, Tensor):
-            parts = []
+            parts, problems = [], list[str]()
             for part in _parts(pictures_of(images), batch_size):
-                pixels = [transform_picture(picture, self.preprocess_val) for picture in part]
-                parts.append(self.encode_image(torch.stack(pixels)))
+                pixels = []
+                for picture in part:
+                    try:
+                        pixels.append(transform_picture(picture, self.preprocess_val))
+                    except ValueError as error:
+                        problems.append(str(error))
+                if not problems:  # after one, pictures are read to find all problems at once
+                    parts.append(self.encode_image(torch.stack(pixels)))
+            if problems:
+                raise ValueError(first_few(problems, 10, "; "))
             return self._joined(parts)
         images = batch_of(images, self.image_shape[0])
         if not len(images):

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from mclclip.models import towers, weights
 from mclclip.util import files
+from mclclip.util.options import first_few
 
 log = logging.getLogger("mclclip")
 
@@ -240,8 +241,7 @@ def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 def _first_few(names: list[str]) -> str:
     """The first three names for a message, and how many more there are."""
-    shown = ", ".join(map(files.printable, names[:3]))[:300]
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"
+    return first_few([files.printable(name)[:100] for name in names], 3) or "nothing"
 
 
 # --- positions -----------------------------------------------------------------------------------

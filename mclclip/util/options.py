@@ -70,6 +70,12 @@ def refuse_url(path: str | Path, option: str) -> None:
         )
 
 
+def first_few(texts: Sequence[str], count: int, separator: str = ", ") -> str:
+    """Joins the first ``count`` texts, and says how many more there are: 'a, b and 7 more'."""
+    more = f" and {len(texts) - count} more" if len(texts) > count else ""
+    return separator.join(texts[:count]) + more
+
+
 @contextmanager
 def prefix_errors(prefix: str) -> Iterator[None]:
     """Puts ``prefix``, such as the option's name, before a ValueError or FileNotFoundError."""

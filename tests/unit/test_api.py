@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -21,6 +22,7 @@ import mclclip
 from mclclip import api
 from mclclip.engines.engine import Engine
 from mclclip.eval import outcomes
+from mclclip.export import convert
 from mclclip.ranks import process_group
 from tests import photos, tiny
 
@@ -136,10 +138,19 @@ def test_pictures_and_texts_are_encoded_as_they_are_brought(
     assert texts.shape == (2, encoder.embed_dim)
     np.testing.assert_allclose(encoder.encode_text("a red square"), texts[:1], atol=1e-6)
     assert encoder.encode_image([]).shape == (0, encoder.embed_dim)
-    with pytest.raises(ValueError, match=r"captions\.csv cannot be decoded .*: leave it out"):
-        encoder.encode_image([folder / "captions.csv"])
+    with pytest.raises(ValueError, match=r"captions\.csv cannot .*of 12 bytes cannot .* 1 more"):
+        encoder.encode_image([folder / "captions.csv", *paths, *[b"x" * 12] * 10], batch_size=2)
     with pytest.raises(ValueError, match="no encoder 'stage_9' .*: it has stage_0"):
         run.encoder("stage_9")
+
+
+def test_embeddings_for_search_name_the_pictures_that_were_packed(
+    tuned: tuple[Path, mclclip.Run], tmp_path: Path
+) -> None:
+    folder, run = tuned
+    out = convert.run("clip_retrieval", run.directory / "stage_0" / "embeddings", tmp_path / "out")
+    table = pd.concat([pd.read_parquet(path) for path in (out / "metadata").glob("*")])
+    assert len(table) and all((folder / path).is_file() for path in table["image_path"])
 
 
 def test_interrupted_in_a_notebook_the_next_call_goes_on(

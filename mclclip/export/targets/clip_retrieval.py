@@ -6,7 +6,8 @@
 
 They are those of one stage, or of all stages of a joined encoder. Numbers in file names have as
 many digits as the number of shards. Samples that could not be embedded are left out. `image_path`
-is the sample's name within its source, as in clip-retrieval; `key` is the run's key, `source/key`.
+is the file that `mclclip pack` made the sample of, or the sample's name within its source, as in
+clip-retrieval; `key` is the run's key, `source/key`.
 A sample without a caption has an empty one, and zeros as its text row.
 
 For a joined encoder a row has the unit embeddings of its S stages side by side, divided by sqrt(S);
@@ -157,7 +158,10 @@ def write(source: Source, out: Path) -> None:
         keys = index.keys(ids)
         table = pd.DataFrame(
             {
-                "image_path": [key.partition("/")[2] for key in keys],
+                "image_path": [
+                    file or key.partition("/")[2]
+                    for key, file in zip(keys, index.files(ids), strict=True)
+                ],
                 # The first caption of every sample, or an empty text.
                 "caption": [of[0] if of else "" for of in rows.run.captions(ids)],
                 "key": keys,

@@ -124,14 +124,16 @@ def test_precision_is_the_one_asked_for(precision: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_bad_image_gets_one_clear_line(
+def test_bad_images_are_all_named_in_one_line(
     images: list[Path], planted: Any, num_workers: int
 ) -> None:
-    extractor = Extractor(planted("random", 10), batch_size=4, num_workers=num_workers)
-    images[7].write_bytes(b"")
-    with pytest.raises(ValueError, match=r"image .*7\.png cannot be decoded") as caught:
+    encoder = planted("random", 10)
+    extractor = Extractor(encoder, batch_size=4, num_workers=num_workers)
+    for number in (1, 2, 7):
+        images[number].write_bytes(b"")
+    with pytest.raises(ValueError, match=r"1\.png cannot .*2\.png cannot .*7\.png cann") as caught:
         extractor.images(images)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and not encoder.seen_batches
     images[7].unlink()
     with pytest.raises(ValueError, match=r"image .*7\.png cannot be read: No such file"):
         extractor.images(images)
