@@ -2,8 +2,8 @@
 and images with classes, as one set, or as parts to learn from and to be tested on.
 
 All readers of data sets import no torch. They raise FileNotFoundError for a missing file and
-ValueError for wrong content, in one line, and they refuse names and links that lead out of the
-benchmark's folder.
+ValueError for wrong content, in one line, and they refuse names that lead out of the benchmark's
+folder. Links are followed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
 from mclclip.data.text_tables import csv_format, refuse_misread
-from mclclip.util.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
+from mclclip.util.files import MAX_JSON_BYTES, below, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
 SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
@@ -114,27 +114,6 @@ def read_lines(
     lines = read_bounded(path, max_bytes).split(b"\n")
     numbered = [(f"{path} line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     return [(name, parse_json(line, name, unique_keys=unique_keys)) for name, line in numbered]
-
-
-# --- links -------------------------------------------------------------------------------------
-
-
-def find_blobs(folder: Path) -> list[Path]:
-    """Returns the folder ``blobs`` of the Hugging Face Hub's cache if a folder lies in there, in
-    ``snapshots/...``, which consists of links to files in ``blobs``; else nothing."""
-    above = (path for path in folder.resolve().parents if path.name == "snapshots")
-    return [path.with_name("blobs") for path in above]
-
-
-def check_inside(paths: Iterable[Path], folder: Path, *others: Path) -> None:
-    """Raises ValueError if a path leads, by a link, out of a benchmark's ``folder`` and ``others``.
-    Links of the Hugging Face Hub's cache are allowed."""
-    roots = Roots(folder, *others, *find_blobs(folder))
-    if outside := next((path for path in paths if roots.real_path(path) is None), None):
-        raise ValueError(
-            f"{outside} leads to {outside.resolve()}, which is not below {folder}: benchmarks "
-            "are read from their own folder only, copy the images there"
-        )
 
 
 # --- shards ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from mclclip.data.training_images import path_of
-from mclclip.eval.images import SUFFIXES, Region, check_inside, read_lines
+from mclclip.eval.images import SUFFIXES, Region, read_lines
 from mclclip.run.artifacts import INTENT
 from mclclip.util.caption_rules import RULES
 from mclclip.util.files import below, read_bounded, read_json
@@ -384,8 +384,7 @@ def read_items(
     ``captions`` is the folder of the layout's files, or its only file, and ``images`` the folder to
     which names of images are relative, both below ``root``; ``parts`` are the parts to read. None
     stands for the published layout. ``leave_out`` leaves out items whose images are missing, which
-    otherwise raise FileNotFoundError. Raises ValueError for a part of which
-    nothing is left, and for an image that leads, by a link, out of ``root`` and ``images``.
+    otherwise raise FileNotFoundError. Raises ValueError for a part of which nothing is left.
     """
     root, layout = Path(root), LAYOUTS[name]
     there = root / (layout.captions if captions is None else captions)
@@ -409,7 +408,6 @@ def read_items(
         items += items_of_part
         read[part] = len(items_of_part)
     paths = dict.fromkeys(path_of(image) for item in items for image in item.images)
-    check_inside(paths, root, *([folder] if images is not None else []))
     absent = {path for path in paths if not path.is_file()}
     if absent and not leave_out:
         such = ", ".join(path.relative_to(folder).as_posix() for path in sorted(absent)[:3])

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mclclip.eval.features import Extractor
-from mclclip.eval.images import SUFFIXES, check_inside, read_rows
+from mclclip.eval.images import SUFFIXES, read_rows
 from mclclip.eval.items import PAIR, Item
 from mclclip.eval.metrics import BoolArray
 from mclclip.eval.outcomes import Outcomes
@@ -170,7 +170,6 @@ def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
     if type_folder is None:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
     files = [path for path in type_folder.iterdir() if path.suffix.lower() in SUFFIXES]
-    check_inside(files, folder.parent)
     files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
     return {path.stem: path for path in files}
 

@@ -263,18 +263,11 @@ def test_files_and_images_may_lie_elsewhere(tmp_path: Path, draw: Draw, planted:
     assert [item.name for item in items] == ["swap_obj/0", "swap_obj/1"]
 
 
-def test_links_lead_out_only_where_the_user_names_the_folder(tmp_path: Path, draw: Draw) -> None:
+def test_links_are_followed(tmp_path: Path, draw: Draw) -> None:
     write("winoground", tmp_path / "set", draw, 2)
     (tmp_path / "set" / "images").rename(tmp_path / "away")
     (tmp_path / "set" / "images").symlink_to(tmp_path / "away")
-    with pytest.raises(ValueError, match="which is not below .*: benchmarks are read from their"):
-        read_items(tmp_path / "set", "winoground")
-    assert len(read_items(tmp_path / "set", "winoground", images="../away").items) == 2
-    draw(tmp_path / "private.png", 1)
-    (tmp_path / "away" / "ex_0_img_0.png").unlink()
-    (tmp_path / "away" / "ex_0_img_0.png").symlink_to(tmp_path / "private.png")
-    with pytest.raises(ValueError, match=r"private\.png, which is not below"):
-        read_items(tmp_path / "set", "winoground", images="../away")
+    assert len(read_items(tmp_path / "set", "winoground").items) == 2
 
 
 @pytest.mark.parametrize(

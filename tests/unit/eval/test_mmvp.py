@@ -136,19 +136,6 @@ def test_a_type_does_not_lead_out_of_the_folder(
             read_pairs(root)
 
 
-@pytest.mark.parametrize("what", ["image", "folder", "all"])
-def test_a_link_does_not_lead_out_of_the_folder(
-    make_folder: Any, tmp_path: Path, what: str
-) -> None:
-    root = make_folder({"Color": 1})
-    images = root / "MLLM_VLM Images"
-    place = {"image": images / "Color" / "2.jpg", "folder": images / "Color", "all": images}[what]
-    place.rename(tmp_path / "away")
-    place.symlink_to(tmp_path / "away")
-    with pytest.raises(ValueError, match="which is not below .*: benchmarks are read from their"):
-        read_pairs(root)
-
-
 def test_links_in_the_hubs_cache_are_followed(make_folder: Any, tmp_path: Path) -> None:
     """There a snapshot consists of links to the blobs of its data set."""
     blobs, root = tmp_path / "blobs", tmp_path / "snapshots" / "0123" / "MMVP_VLM"
