@@ -169,7 +169,7 @@ def check_captioned(root: Path, *, captions: str = "txt", images: str = ".", **_
 
 
 def _are_in_shards(captions: str) -> bool:
-    return captions == "txt" or captions.startswith("json:")
+    return captions in ("txt", "lines") or captions.startswith("json:")
 
 
 def _read_rows(path: Path, images: Path, column: str | None, value: str | None = None) -> list[Row]:

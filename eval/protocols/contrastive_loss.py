@@ -38,8 +38,8 @@ def evaluate(
     """The loss in nats and its two directions, over all samples as one batch. Smaller is better;
     chance is log(number of samples). The interval is that of a mean over samples.
 
-    captions     'txt' or 'json:FIELD' of the samples in ``root/*.tar``; or a file or folder below
-                 ``root`` (``read_captions``). Only the first caption of an image is used
+    captions     'txt', 'lines' or 'json:FIELD' of the samples in ``root/*.tar``; or a file or
+                 folder below ``root`` (``read_captions``). Only an image's first caption is used
     images       the folder, below ``root``, to which names of files are relative
     max_samples  only the first so many images are used; None: all
     chunk_bytes  memory for cosines

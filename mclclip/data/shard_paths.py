@@ -15,8 +15,6 @@ from mclclip.data.remote import Remote, RemoteOptions, check_protocol
 from mclclip.util.files import printable
 from mclclip.util.options import protocol_of
 
-MAX_PATHS = 1_000_000  # most paths that one pattern of shards may expand to
-MAX_FOLDERS = 50_000  # most folders that a pattern with ** may search
 _IN_URL = re.compile(r"::(?![\w.+-]+://|[/.~@${])")  # a ``::`` that is a part of a url
 
 
@@ -63,13 +61,8 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
         return [literal]
-    if files := _glob(literal, option):
+    if files := _glob(literal):
         return files
-    if (number := _most_paths(pattern)) > MAX_PATHS:
-        raise ValueError(
-            f"{option}: {printable(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
-            f"{MAX_PATHS:,}: use a glob, or @FILE"
-        )
     whole = _IN_URL.sub("\0", pattern) if "://" in pattern else pattern
     try:
         candidates = [os.path.expanduser(path.replace("\0", "::")) for path in expand_urls(whole)]
@@ -85,7 +78,7 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
             missing += [] if urls else [path]
             continue
         is_glob = glob.has_magic(path) and not os.path.exists(path)
-        files = _glob(path, option) if is_glob else [path] * os.path.isfile(path)
+        files = _glob(path) if is_glob else [path] * os.path.isfile(path)
         paths += files
         missing += [] if files else [path]
     if missing:
@@ -98,33 +91,5 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     return paths
 
 
-def _glob(pattern: str, option: str) -> list[str]:
-    """Returns the files that a glob matches.
-
-    ``**`` follows links, and a link to a folder above makes an endless tree. So ValueError is
-    raised if ``**`` leads into more than ``MAX_FOLDERS`` folders.
-    """
-    if stars := re.search(r"(^|/)\*\*(/|$)", pattern):
-        num_folders, before = 0, pattern[: stars.end(1)]
-        for base in glob.glob(before) if before else [os.curdir]:
-            for _, names, _ in os.walk(base, followlinks=True):
-                names[:] = [name for name in names if not name.startswith(".")]
-                num_folders += 1
-                if num_folders > MAX_FOLDERS:
-                    raise ValueError(
-                        f"{option}: ** in {pattern!r} leads into more than {MAX_FOLDERS:,} folders "
-                        "(links may lead back upwards): name the folders that hold shards"
-                    )
+def _glob(pattern: str) -> list[str]:
     return [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-
-
-def _most_paths(pattern: str) -> float:
-    """Returns an upper bound of the number of paths that the braces of a pattern expand to."""
-    number = 1.0
-    while groups := re.findall(r"\{[^{}]*\}", pattern):
-        for group in groups:
-            ends = re.match(r"\{(-?[0-9]+)\.\.(-?[0-9]+)", group)
-            steps = abs(float(ends[2]) - float(ends[1])) if ends else group.count(",")
-            number *= steps + 1
-        pattern = re.sub(r"\{[^{}]*\}", "", pattern)
-    return number

@@ -225,24 +225,6 @@ def test_colons_inside_a_url_separate_no_patterns(text: str, urls: list[str]) ->
     assert shard_paths.expand_shards(text, "o") == urls
 
 
-def test_a_glob_that_never_ends_is_refused(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pattern = str(tmp_path / "linked/**/*.tar")
-    (tmp_path / "linked/.hidden").mkdir(parents=True)
-    (tmp_path / "linked/elsewhere").symlink_to(shards)
-    monkeypatch.setattr(shard_paths, "MAX_FOLDERS", 2)
-    assert names(shards, pattern) == ["00.tar", "01.tar", "02.tar", "03.tar"]
-    monkeypatch.setattr(shard_paths, "MAX_FOLDERS", 1000)
-    for name in ("one", "two"):
-        (tmp_path / "linked" / name).symlink_to(tmp_path / "linked")
-    with pytest.raises(ValueError, match=r"^o: \*\* in .* more than 1,000 folders"):
-        names(shards, pattern)
-    monkeypatch.chdir(tmp_path / "linked")
-    with pytest.raises(ValueError, match="more than 1,000 folders"):
-        names(shards, "**/*.tar")
-
-
 @pytest.mark.parametrize(
     ("pattern", "error", "message"),
     [
@@ -251,10 +233,6 @@ def test_a_glob_that_never_ends_is_refused(
         ("", FileNotFoundError, r"is a folder: use .*/\*\.tar"),
         ("{00..01.tar", ValueError, "does not expand"),
         ("${no_such_variable}.tar", ValueError, "does not expand.*no_such_variable"),
-        ("{0..99999999999}.tar", ValueError, r"up to 1e\+11 paths, wanted at most 1,000,000"),
-        ("{a,b}" * 40, ValueError, r"up to 1e\+12 paths"),
-        ("{0..9{0..9}}{1..1000000..-1}", ValueError, r"paths, wanted at most"),
-        ("{" + "9" * 5000 + "..1}", ValueError, r"up to inf paths"),
     ],
 )
 def test_patterns_that_fail(
