@@ -166,9 +166,10 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     name = dotted(path)
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
-        inner = [part for part in valid if len(path) == 1 and name in _fields_at([part], tree)]
         word = _ELSEWHERE.get(path[-1], path[-1])
-        near = [f"{part}.{name}" for part in inner] or nearest(word, valid, 1)
+        groups = _fields_at([], tree) if len(path) <= 2 and word not in valid else []
+        near = [f"{group}.{word}" for group in groups if word in _fields_at([group], tree)]
+        near = near or [dotted([*path[:-1], option]) for option in nearest(word, valid, 1)]
         hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
         return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"
     if problem["type"] in ("missing", "missing_argument"):

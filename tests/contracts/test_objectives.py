@@ -271,7 +271,7 @@ CLOSEST = {"pairs": "n_closest", "num_closest": 1}
 MOCO = {"kind": "moco", "queue_size": 4096}
 WRONG_LISTS: list[tuple[list[dict[str, Any]], str]] = [
     ([], "the list of objectives is empty"),
-    ([{"kind": "hcl"}, {"kind": "hcl", "wight": 2}], "objective.1.wight': did you mean 'weight'"),
+    ([{"kind": "hcl"}, {"kind": "hcl", "wight": 2}], "objective.1.wight': did you mean .*weight'"),
     ([{"kind": "hcl"}, {"weight": 2.0}], "objective.1.kind' is required"),
     ([{"kind": "feature_dropout"}, {"kind": "info_nce"}], r"want \[1, 2\] views"),
     ([{"kind": "info_nce", "hard_captions": {"rules": [rule]}} for rule in ("colour", "size")],

@@ -116,12 +116,13 @@ def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
     ("override", "unknown", "near"),
     [
         ("trian.lr=1", "trian", "train"),
-        ("train.globalbatch=1", "train.globalbatch", "global_batch"),
-        ("base.lock.image_block=1", "base.lock.image_block", "image_blocks"),
-        ("data.sources.cc.shard=a", "data.sources.cc.shard", "shards"),
-        ("eval.suite.m.knd=mmvp", "eval.suite.m.knd", "kind"),
-        ("train.batch_size=1", "train.batch_size", "global_batch"),
-        ("base.learning_rate=1", "base.learning_rate", "lr"),
+        ("train.globalbatch=1", "train.globalbatch", "train.global_batch"),
+        ("base.lock.image_block=1", "base.lock.image_block", "base.lock.image_blocks"),
+        ("data.sources.cc.shard=a", "data.sources.cc.shard", "data.sources.cc.shards"),
+        ("eval.suite.m.knd=mmvp", "eval.suite.m.knd", "eval.suite.m.kind"),
+        ("train.batch_size=1", "train.batch_size", "train.global_batch"),
+        ("base.learning_rate=1", "base.learning_rate", "base.lr"),
+        ("eval.num_workers=1", "eval.num_workers", "data.num_workers"),
     ],
 )
 def test_an_unknown_option_is_named_with_the_nearest(
@@ -129,7 +130,7 @@ def test_an_unknown_option_is_named_with_the_nearest(
 ) -> None:
     line = mistake(None, override)
     assert line.startswith(f"unknown option {unknown!r}: did you mean {near!r}?")
-    assert near in line.split("valid here: ")[1]
+    assert "valid here: " in line
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_steps_that_cannot_be_divided_are_refused(recipe: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("train.lrr=1", "unknown option 'train.lrr': did you mean 'lr'?"),
+        ("train.lrr=1", "unknown option 'train.lrr': did you mean 'train.lr'?"),
         ("train.objective.terms=[{", "is not valid YAML"),
         ("num_stages=0", "at least one stage"),
         ("encoder=stage_9", "is judged by stage_9, which is not made"),
