@@ -221,7 +221,8 @@ class Shards(Step[tuple[Table, Path, _FromFolder]]):
             shares["" if path.parent == out else path.parent.name]["shards"] += 1
         counts = {name: sum(share[name] for share in shares.values()) for name in names}
         numbers = [count_of(number, name.removesuffix("s")) for name, number in counts.items()]
-        log.info("pack: %s with %s in %s", *numbers)
+        parts = ", ".join(f"{share['samples']:,} to {name}" for name, share in shares.items())
+        log.info("pack: %s with %s in %s%s", *numbers, f" ({parts})" * bool(self.held_out))
         if num_with_several:
             log.info("pack: some have several captions; with captions: json:captions all are read")
         if not self.size and (mean_bytes := num_bytes / counts["samples"]) > _LARGE_BYTES:
