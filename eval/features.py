@@ -110,7 +110,7 @@ class Extractor:
         def compute(batch: Tensor | list[str]) -> tuple[Tensor, None]:
             if isinstance(batch, list):
                 problems.extend(batch)
-            if problems:  # after one, batches are read to find all problems at once
+            if isinstance(batch, list) or problems:  # the others are read to find all problems
                 return torch.empty(0, self.encoder.embed_dim), None
             features = encode(batch.to(self.context.device, non_blocking=True)).float()
             # Under autocast the encoder's features are off by a few thousandths in length.

@@ -14,7 +14,7 @@ from tests.unit.curate.made import cosine
 RNG = np.random.default_rng(5)
 
 
-def planted(count: int = 300, dim: int = 24) -> np.ndarray:
+def planted(count: int = 150, dim: int = 24) -> np.ndarray:
     """Random rows of other lengths in float16, a third of which copy an earlier one (cosine about
     0.99, or exactly)."""
     rng = np.random.default_rng(2)
@@ -56,7 +56,7 @@ def slow_components(count: int, pairs: list[tuple[int, int]]) -> list[int]:
 # --- scores ---
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 7, 4096])
+@pytest.mark.parametrize("rows_at_once", [7, 4096])
 def test_scores_are_the_largest_cosine_of_a_sample_s_captions(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def test_the_top_share_takes_ties_by_the_lower_row() -> None:
 # --- pairs ---
 
 
-@pytest.mark.parametrize("held_rows", [1, 40, 10_000, None])
+@pytest.mark.parametrize("held_rows", [1, 40, None])
 def test_pairs_are_those_of_a_loop(held_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within clusters, of which some are read together, and (None) of all with all."""
     rows = planted()
@@ -128,7 +128,7 @@ def test_groups_are_read_together_up_to_a_bound() -> None:
     assert len(nothing.ids) == 0 and nothing.batches(10) == []
 
 
-@pytest.mark.parametrize(("rows_at_once", "dim"), [(1, 24), (7, 3), (4096, 24)])
+@pytest.mark.parametrize(("rows_at_once", "dim"), [(7, 3), (4096, 24)])
 def test_equal_rows_are_paired_with_the_first_of_them(
     rows_at_once: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,7 @@ def test_equal_rows_are_paired_with_the_first_of_them(
 # --- components ---
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize("at_once", [3, 1000])
 def test_components_are_those_of_a_search_from_every_sample(at_once: int) -> None:
     for count, num_pairs in ((1, 0), (40, 15), (200, 150), (200, 600)):
         pairs = RNG.integers(0, count, (num_pairs, 2))
@@ -219,7 +219,7 @@ def test_after_the_last_round_chains_are_left_out_and_counted(
 # --- copies of other images ---
 
 
-@pytest.mark.parametrize("blocks", [(1024, 16_384), (7, 11), (1, 1)])
+@pytest.mark.parametrize("blocks", [(1024, 16_384), (7, 11)])
 def test_the_nearest_other_row_is_that_of_a_loop(
     blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mclclip.eval import outcomes
 from tests import planted as made
 
 
@@ -20,3 +21,9 @@ def planted() -> Callable[..., made.PlantedEncoder]:
 def draw() -> Callable[[Path, int], None]:
     """``draw(path, number)`` writes the image that a planted encoder reads as ``number``."""
     return made.draw_number
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of rankings from few draws; their width is test_outcomes.py's."""
+    monkeypatch.setattr(outcomes, "NUM_RANKING_DRAWS", 200)

@@ -20,7 +20,7 @@ def noisy_classes(count: int, num_classes: int = 4, seed: int = 0) -> tuple[Any,
 
 
 @pytest.mark.parametrize("count, num_classes, block", [(17, 3, 7), (200, 2, 100_000), (400, 9, 70)])
-@pytest.mark.parametrize("strength", [1e-2, 1.0, 100.0])
+@pytest.mark.parametrize("strength", [1e-2, 100.0])
 def test_it_finds_the_minimum_of_another_solver(
     monkeypatch: pytest.MonkeyPatch, strength: float, count: int, num_classes: int, block: int
 ) -> None:

@@ -70,20 +70,14 @@ def test_near_ties_are_counted(make_folder: Any, planted: Any) -> None:
     assert protocol["ties"] == "against the model"
 
 
-@pytest.mark.parametrize("images", ["MLLM_VLM Images", "MLLM_VLM_Images"])
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".JPEG", ".bmp"])
-def test_accepted_layouts(make_folder: Any, planted: Any, images: str, suffix: str) -> None:
-    root = make_folder({"Structural Character": 2}, images=images, suffix=suffix)
-    assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 5)), root))["pooled"] == 100.0
-
-
-def test_type_folder_with_underscores_and_a_byte_order_mark(make_folder: Any, planted: Any) -> None:
-    root = make_folder({"Camera Perspective": 1})
-    images = root / "MLLM_VLM Images"
+def test_accepted_layouts(make_folder: Any, planted: Any) -> None:
+    """Folders with underscores, suffixes in capitals, a byte order mark."""
+    root = make_folder({"Camera Perspective": 2}, images="MLLM_VLM_Images", suffix=".JPEG")
+    images = root / "MLLM_VLM_Images"
     (images / "Camera Perspective").rename(images / "Camera_Perspective")
     text = (root / "Questions.csv").read_text()
     (root / "Questions.csv").write_text(text, encoding="utf-8-sig")
-    assert len(read_pairs(root)) == 1
+    assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 5)), root))["pooled"] == 100.0
 
 
 def test_statements_may_hold_commas_quotes_and_line_breaks(make_folder: Any) -> None:
@@ -98,11 +92,9 @@ def test_statements_may_hold_commas_quotes_and_line_breaks(make_folder: Any) -> 
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([(1, "Color", "a")], "1 questions: expected an even number"),
         ([], "0 questions: expected an even number"),
         ([(1, "Color", "a"), (2, "State", "b")], "Types are 'Color' and 'State'"),
         ([(2, "Color", "a"), (1, "Color", "b")], "an odd ID"),
-        ([(1, "Color", "a"), (3, "Color", "b")], "an odd ID"),
         ([(1, "Color", "a"), (2, "Color", "b")] * 2, "Question ID 1 more than once"),
         ([("x", "Color", "a"), (2, "Color", "b")], "line 2: got Question ID 'x'"),
         (
@@ -122,7 +114,7 @@ def test_wrong_questions_get_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["../../private", "../private", "..", "Color/../../../private"])
+@pytest.mark.parametrize("kind", ["../../private", "Color/../../../private"])
 def test_a_type_does_not_lead_out_of_the_folder(
     make_folder: Any, draw: Callable[[Path, int], None], tmp_path: Path, kind: str
 ) -> None:
@@ -146,17 +138,3 @@ def test_links_in_the_hubs_cache_are_followed(make_folder: Any, tmp_path: Path) 
         path.rename(blobs / str(number))
         link.symlink_to(blobs / str(number))
     assert len(read_pairs(root)) == 1
-
-
-def test_category_comes_from_the_type_not_from_the_row(
-    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
-) -> None:
-    rows: list[Row] = []
-    for number, kind in enumerate(["Color", "Color", "Text", "Text", "Color", "Color"], start=1):
-        rows.append((number, kind, f"statement {number}"))
-        draw(tmp_path / "MLLM_VLM Images" / kind / f"{number}.jpg", number)
-    write_questions(tmp_path, rows)
-    figures = mmvp.evaluate(Extractor(planted("perfect", 7)), tmp_path)
-    assert {f.metric: f.count for f in figures} == {
-        "Color": 2, "Text": 1, "average": 3, "pooled": 3,
-    }  # fmt: skip

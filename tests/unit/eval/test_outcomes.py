@@ -53,22 +53,14 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert outcomes.encode(found) == (name, data)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     name, data = outcomes.encode(of_each_kind())
     middle = len(data) // 2
-    broken = data[:middle] if damage == "cut" else data[:middle] + b"x" + data[middle + 1 :]
-    (tmp_path / name).write_bytes(broken)
+    (tmp_path / name).write_bytes(data[:middle] + b"x" + data[middle + 1 :])
     with pytest.raises(ValueError, match="bytes have changed: evaluate again"):
         outcomes.read(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="no outcomes of items at"):
         outcomes.read(tmp_path / "other.arrow")
-
-
-def test_values_are_means_over_strata() -> None:
-    right = np.array([1, 1, 0, 0] + [1] * 8, dtype=bool)
-    assert Outcomes(ITEMS, right).value() == pytest.approx(10 / 12)
-    assert Outcomes(ITEMS, right, strata=KINDS).value() == pytest.approx((0.5 + 1) / 2)
 
 
 @pytest.mark.parametrize("metric", list(of_each_kind()))
@@ -85,7 +77,10 @@ def test_a_weight_of_two_is_an_item_twice(metric: str) -> None:
     assert found.value(times.astype(float)) == pytest.approx(longer.value(), abs=1e-12)
 
 
-def test_strata_without_weight_or_without_a_kind_are_left_out() -> None:
+def test_strata_without_weight_or_without_a_kind_are_left_out_of_the_mean() -> None:
+    right = np.array([1, 1, 0, 0] + [1] * 8, dtype=bool)
+    assert Outcomes(ITEMS, right).value() == pytest.approx(10 / 12)
+    assert Outcomes(ITEMS, right, strata=KINDS).value() == pytest.approx((0.5 + 1) / 2)
     average = Outcomes(ITEMS, np.arange(12) < 4, strata=KINDS)
     assert average.value(np.array([1.0] * 4 + [0.0] * 8)) == 1.0
     truth = np.array([True, False] * 2 + [False] * 8)
@@ -190,7 +185,7 @@ def test_what_rounding_leaves_is_no_difference(statistic: str) -> None:
     assert (change.value, change.wins, change.losses, change.p_value) == (0.0, 0, 0, 1.0)
 
 
-@pytest.mark.parametrize("scale", [1e-14, 1e-5, 1.0, 1e5])
+@pytest.mark.parametrize("scale", [1e-14, 1e5])
 def test_a_permutation_test_does_not_depend_on_the_unit(scale: float) -> None:
     values = np.array([0.3, 0.1, -0.05, 0.2, -0.25, -0.1, 0.02])
     assert outcomes.permutation(scale * values) == outcomes.permutation(values) > 0.5
@@ -213,13 +208,6 @@ def test_units_are_exchanged_whole() -> None:
     assert apart.p_value < 0.01 < 0.2 < whole.p_value
     assert whole.high - whole.low > 1.5 * (apart.high - apart.low)
     assert apart.value == pytest.approx(whole.value)
-
-
-def test_strata_of_unequal_size_weigh_the_same() -> None:
-    a = np.array([1, 1, 1, 1] + [0] * 40)
-    b = np.array([0, 0, 0, 0] + [0] * 38 + [1, 1])
-    found = pair(a, b, strata=["few"] * 4 + ["many"] * 40)
-    assert found.value == pytest.approx((1 - 2 / 40) / 2) and found.test == "permutation"
 
 
 def test_units_in_several_strata_stay_whole() -> None:
@@ -307,7 +295,7 @@ def test_intervals_cover_and_alarms_are_rare(
     count: int, discordant: float, gain: float, strata: int
 ) -> None:
     """Draws of encoders whose true difference is known."""
-    rng, draws = np.random.default_rng(count), 1000 if SOAK else 300
+    rng, draws = np.random.default_rng(count), 1000 if SOAK else 150
     true = discordant * gain
     kinds = [str(number * strata // count) for number in range(count)]
     covered = alarms = 0

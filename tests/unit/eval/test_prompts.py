@@ -41,7 +41,9 @@ def one_line(error: pytest.ExceptionInfo[Any]) -> None:
 def test_names_of_imagenet_are_joined_by_wordnet_id(imagenet: Path) -> None:
     assert prompts.labels_of(imagenet) == sorted(CLASSES)
     assert prompts.find_names([*CLASSES], "imagenet1k", imagenet) == CLASSES
-    assert prompts.find_names(sorted(CLASSES), "imagenet1k", imagenet) == CLASSES
+    (imagenet / "own.json").write_text(json.dumps([f"thing {number}" for number in range(1000)]))
+    found = prompts.find_names(["n02510455", "n01440764"], "own.json", imagenet)
+    assert found == {"n02510455": "thing 388", "n01440764": "thing 0"}
 
 
 def test_all_names_of_imagenet_stand_at_their_ids() -> None:
@@ -57,20 +59,10 @@ def test_all_names_of_imagenet_stand_at_their_ids() -> None:
     assert sum(bool(words(names[label]) & words(described[label])) for label in names) >= 975
 
 
-def test_a_thousand_names_of_ones_own_are_joined_by_wordnet_id(tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text(json.dumps([f"thing {number}" for number in range(1000)]))
-    found = prompts.find_names(["n02510455", "n01440764"], "own.json", tmp_path)
-    assert found == {"n02510455": "thing 388", "n01440764": "thing 0"}
-
-
 @pytest.mark.parametrize(
     "classes, message",
     [
-        (
-            None,
-            "3 of 3 classes hold WordNet ids or nothing, such as that of 'n01440764': set classes",
-        ),
-        ("ids.txt", "3 of 3 classes hold WordNet ids .* classes=imagenet1k, or classes=FILE"),
+        (None, "3 of 3 classes hold WordNet ids or nothing, such as that of 'n01440764': set clas"),
         ("empty.txt", "1 of 3 classes hold WordNet ids or nothing, such as that of 'n02510455'"),
         ("ten.json", "has 10 names, and 'n01440764' is a WordNet id: wanted the 1000 names"),
     ],
@@ -78,7 +70,6 @@ def test_a_thousand_names_of_ones_own_are_joined_by_wordnet_id(tmp_path: Path) -
 def test_wordnet_ids_without_names_are_refused(
     imagenet: Path, classes: str | None, message: str
 ) -> None:
-    (imagenet / "ids.txt").write_text("\n".join(CLASSES))
     (imagenet / "empty.txt").write_text("n02510455\t\nn01440764\ttench\nn07873807\tpizza\n")
     (imagenet / "ten.json").write_text(json.dumps([f"thing {number}" for number in range(10)]))
     with pytest.raises(ValueError, match=message) as error:
@@ -86,20 +77,13 @@ def test_wordnet_ids_without_names_are_refused(
     one_line(error)
 
 
-def test_a_class_that_imagenet_1k_lacks_is_refused(imagenet: Path) -> None:
+def test_wordnet_ids_of_folders_and_tables_are_refused(imagenet: Path, tmp_path: Path) -> None:
     (imagenet / "n02084071").mkdir()  # "dog" is in ImageNet-21k alone
     with pytest.raises(ValueError, match="no name for 1 of 4 classes, such as 'n02084071'"):
         prompts.check(imagenet, classes="imagenet1k")
-
-
-def test_wordnet_ids_beside_names_are_refused(tmp_path: Path) -> None:
-    """As the folders of Stanford Dogs are called."""
-    (tmp_path / "n02085620-Chihuahua").mkdir()
+    (tmp_path / "dogs" / "n02085620-Chihuahua").mkdir(parents=True)  # as in Stanford Dogs
     with pytest.raises(ValueError, match="1 of 1 classes hold WordNet ids"):
-        prompts.check(tmp_path)
-
-
-def test_wordnet_ids_in_a_table_are_refused_too(tmp_path: Path) -> None:
+        prompts.check(tmp_path / "dogs")
     (tmp_path / "labels.csv").write_text("filepath,label\na.jpg,n01440764\nb.jpg,n07873807\n")
     with pytest.raises(ValueError, match="2 of 2 classes hold WordNet ids"):
         prompts.check(tmp_path, labels="labels.csv")
@@ -107,12 +91,6 @@ def test_wordnet_ids_in_a_table_are_refused_too(tmp_path: Path) -> None:
 
 
 # --- lists and mappings ------------------------------------------------------------------------
-
-
-def test_labels_are_names_where_nothing_is_given() -> None:
-    assert prompts.find_names(["red_fox", "dog"], None, Path()) == {
-        "red_fox": "red fox", "dog": "dog",
-    }  # fmt: skip
 
 
 def test_a_list_is_joined_to_numbers(tmp_path: Path) -> None:
@@ -125,7 +103,7 @@ def test_a_list_is_joined_to_numbers(tmp_path: Path) -> None:
     assert padded["00010"] == "thing 10"
 
 
-@pytest.mark.parametrize("numbers", [range(1, 12), range(10), range(12), range(1, 11)])
+@pytest.mark.parametrize("numbers", [range(1, 12), range(10)])
 def test_numbers_of_another_list_are_refused(tmp_path: Path, numbers: range) -> None:
     (tmp_path / "names.json").write_text(json.dumps([f"thing {number}" for number in range(11)]))
     message = f"the numbers 0 to 10: the {len(numbers)} classes run from {min(numbers)} to"
@@ -135,9 +113,15 @@ def test_numbers_of_another_list_are_refused(tmp_path: Path, numbers: range) -> 
 
 
 def test_a_list_is_joined_to_labels_of_the_same_words(tmp_path: Path) -> None:
+    labels = ["red_fox", "dog"]
+    named = {"red_fox": "red fox", "dog": "dog"}
+    assert prompts.find_names(labels, None, Path()) == named  # labels are names
     (tmp_path / "names.json").write_text('["Red Fox", "dog", "T-shirt"]')
     found = prompts.find_names(["t_shirt", "red-fox"], "names.json", tmp_path)
     assert found == {"t_shirt": "T-shirt", "red-fox": "Red Fox"}
+    (tmp_path / "names.json").write_text('["c++", "c#", "c", "Objective C"]')  # equal words
+    found = prompts.find_names(["c", "c#", "c++", "objective_c"], "names.json", tmp_path)
+    assert found == {"c": "c", "c#": "c#", "c++": "c++", "objective_c": "Objective C"}
 
 
 def test_a_list_is_not_joined_by_position(tmp_path: Path) -> None:
@@ -158,18 +142,10 @@ def test_a_mapping_says_which_classes_there_are(tmp_path: Path) -> None:
         prompts.find_names(["n01440764", "n02510455"], "names.txt", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("[", "names.json is not valid JSON"),
-        ("3", "must hold an object of label: name, or a list of names"),
-        ('{"0": ["n01440764", "tench"]}', "must hold an object of label: name"),
-        ('["a", 3]', "must hold an object of label: name"),
-    ],
-)
-def test_files_that_hold_no_names(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["3", '{"0": ["n01440764", "tench"]}', '["a", 3]'])
+def test_files_that_hold_no_names(tmp_path: Path, text: str) -> None:
     (tmp_path / "names.json").write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match="must hold an object of label: name, or a list") as error:
         prompts.find_names(["a"], "names.json", tmp_path)
     one_line(error)
 
@@ -210,7 +186,6 @@ def test_templates(tmp_path: Path) -> None:
     [
         ("openai_80", "unknown templates 'openai_80': use simple, bare, clip_7, clip_80, clip_b"),
         (["a photo"], "'a photo': wanted some with one {} .* such as 'a photo of a {}.'"),
-        (["{} and {}"], "wanted some with one {}"),
         ([], "has no template:"),
         ("wrong.json", "must hold a list"),
     ],
@@ -284,10 +259,3 @@ def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(
     prompts.check_suite({"imagenet": benchmark})
     assert prompts.find_names(sorted(CLASSES), benchmark.options["classes"], imagenet) == CLASSES
     assert len(prompts.find_templates(benchmark.options["templates"], imagenet)) == 80
-
-
-def test_names_of_equal_words_are_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "names.json").write_text('["c++", "c#", "c", "Objective C"]')
-    labels = ["c", "c#", "c++", "objective_c"]
-    found = prompts.find_names(labels, "names.json", tmp_path)
-    assert found == {"c": "c", "c#": "c#", "c++": "c++", "objective_c": "Objective C"}

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ from scipy.sparse import csr_array
 from mclclip.data.findings import LFS_POINTER
 from mclclip.eval import captions, metrics
 from mclclip.eval.captions import CaptionRule, read_captions
-from mclclip.eval.features import Extractor, rank_queries, similarity
+from mclclip.eval.features import Extractor, rank_queries
 from mclclip.eval.images import read_labelled
 from mclclip.eval.protocols import retrieval
 from mclclip.models.encoder import Encoder
@@ -68,7 +67,7 @@ def unit(rng: np.random.Generator, rows: int, levels: int, dim: int = 6) -> np.n
     return (raw / np.linalg.norm(raw, axis=1, keepdims=True)).astype(np.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 9), st.sampled_from([1, 30]), st.integers(1, 4000))
 def test_equal_to_brute_force_for_any_chunk(
     seed: int, num_images: int, levels: int, chunk_bytes: int
@@ -86,16 +85,8 @@ def test_equal_to_brute_force_for_any_chunk(
         assert got == brute_force(images, texts, owners, k)
 
 
-def test_candidate_blocks_do_not_change_similarities() -> None:
-    rng = np.random.default_rng(0)
-    texts, images = unit(rng, 50, 30), unit(rng, 20, 30)
-    whole = similarity(texts, images)
-    assert np.array_equal(whole, similarity(texts, images, block=3))
-    assert np.allclose(whole, texts @ images.T, atol=1e-6)
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 1000, 2**28])
-@pytest.mark.parametrize("dim", [3, 16, 512, 769])
+@pytest.mark.parametrize("chunk_bytes", [1, 1000])
+@pytest.mark.parametrize("dim", [3, 769])
 def test_collapsed_features_rank_last_however_they_are_cut(dim: int, chunk_bytes: int) -> None:
     """Equal features must tie exactly: rounding must not depend on the place in a block."""
     row = np.random.default_rng(dim).normal(size=dim)
@@ -192,35 +183,6 @@ def test_equals_brute_force_with_unequal_numbers_of_captions(make_table: Any, pl
         assert figures[f"text_to_image/R@{k}"].value == pytest.approx(100 * by_text)
 
 
-TABLES: dict[str, Callable[[Path, list[dict[str, str]]], object]] = {
-    "a.csv": lambda path, rows: pd.DataFrame(rows).to_csv(path, index=False),
-    "a.tsv": lambda path, rows: pd.DataFrame(rows).to_csv(path, index=False, sep="\t"),
-    "a.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
-    "a.parquet": lambda path, rows: pd.DataFrame(rows).to_parquet(path),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_that_pack_reads_give_the_same_figures(
-    name: str, make_table: Any, planted: Any
-) -> None:
-    root, encoder = make_table([2, 1, 3]), planted("perfect", 3)
-    with open(root / "captions.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    other = [
-        {"image": row["filepath"], "text": row["title"], "split": row["split"]} for row in rows
-    ]
-    TABLES[name](root / name, other)
-    for split in (None, "test"):
-        expected = run(encoder, root, split=split)
-        assert run(encoder, root, captions=name, split=split) == expected
-
-
-def test_of_several_columns_of_captions_the_title_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('text,filepath,title\nx,a.jpg, "y, z"\n')
-    assert read_captions(tmp_path / "a.csv", tmp_path).captions == ["y, z"]
-
-
 def test_images_without_a_caption_are_candidates_and_spellings_are_one_image(
     tmp_path: Path,
 ) -> None:
@@ -230,13 +192,6 @@ def test_images_without_a_caption_are_candidates_and_spellings_are_one_image(
     assert data.captions == ["a", "again"]
     assert [image.name for image in data.images] == ["0.jpg", "1.jpg", "2.jpg"]
     assert [*data.caption_image] == [0, 0]
-
-
-@pytest.mark.parametrize("cell", ["a red, round thing", '"open\n2.jpg,b, c'])
-def test_a_table_that_may_be_misread_is_no_benchmark(tmp_path: Path, cell: str) -> None:
-    (tmp_path / "a.csv").write_text(f"image,caption\n0.jpg,a\n1.jpg,{cell}\n")
-    with pytest.raises(ValueError, match=r"a\.csv: .*(joined_cells|open_quote)"):
-        read_captions(tmp_path / "a.csv", tmp_path)
 
 
 def test_missing_images_are_counted_and_the_option_is_named(make_table: Any, planted: Any) -> None:
@@ -301,26 +256,6 @@ def test_image_without_caption_is_a_candidate_but_no_query(
     assert figures["text_to_image/R@1"].protocol["num_candidates"] == 3
 
 
-def test_karpathy_json(tmp_path: Path) -> None:
-    sentences = [{"raw": "one"}, {"raw": "two"}]
-    record = {"filename": "1.jpg", "split": "test", "sentences": sentences}
-    records = [record | {"filepath": "val2014"}, record | {"filename": "2.jpg", "split": "train"}]
-    path = tmp_path / "dataset_coco.json"
-    path.write_text(json.dumps({"images": records}))
-    data = read_captions(path, tmp_path, split="test")
-    assert data.images == [tmp_path / "val2014" / "1.jpg"] and data.captions == ["one", "two"]
-    assert len(read_captions(path, tmp_path).images) == 2
-
-
-def test_flickr_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "results_20130124.token"
-    path.write_text('7.jpg#0\t"A dog" .\n7.jpg#1\tA cat#2 .\n8.jpg#0\tA bird .\n')
-    data = read_captions(path, tmp_path)
-    assert [p.name for p in data.images] == ["7.jpg", "8.jpg"]
-    assert data.captions[:2] == ['"A dog" .', "A cat#2 ."]
-    assert data.caption_image.tolist() == [0, 0, 1]
-
-
 @pytest.mark.parametrize("protocol", [name for name in captions.CAPTION_RULES if name != "table"])
 def test_a_named_protocol_has_its_size(tmp_path: Path, protocol: str) -> None:
     rule = captions.CAPTION_RULES[protocol]
@@ -333,28 +268,16 @@ def test_a_named_protocol_has_its_size(tmp_path: Path, protocol: str) -> None:
     assert rule.num_images and rule.num_captions
 
 
-WRONG_FILES: list[tuple[str, str | bytes, str]] = [
-    ("a.csv", "picture,caption\na.jpg,x\n", "no column of images .*filepath.* it has .*picture"),
-    ("a.csv", "path,words\na.jpg,x\n", r"missing \['title'\]"),
-    ("a.csv", "filepath,title\n", "has no captions"),
-    ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv line 2 does not parse"),
-    ("a.json", '{"images": [{"id": 1}]}', "no column of images"),
-    ("a.json", '{"images": [], "annotations": [{"image_id": 4, "caption": "x"}]}', "annotation 1"),
-    ("a.json", "[", "is not valid JSON"),
-    ("a.json", '{"images": [{"sentences": 3}]}', "a.json image 1 .*filename and sentences"),
-    ("a.json", '{"images": 3, "annotations": 4}', "no list of images"),
-    ("a.json", '{"images": [{"id": 1, "file_name": 2}], "annotations": []}', "a.json image 1"),
-    ("a.json", '[{"image": "0.png", "conversations": []}]', "has no captions"),
-    ("a.json", '[{"id": 1}]', "no column of images"),
-    ("a.jsonl", '{"image_file": "0.png"}', r"missing \['title'\]"),
-    ("a.jsonl", "[1]", "wanted an object"),
-    ("a.jsonl", "1", "line 1 is not an object"),
-    ("a.token", "7.jpg A dog\n", "no column of images"),
-    ("a.doc", "", r"\.csv, \.tsv, .*\.json"),
-]
-
-
-@pytest.mark.parametrize("name, content, message", WRONG_FILES)
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.csv", "path,words\na.jpg,x\n", r"missing \['title'\]"),
+        ("a.csv", "filepath,title\n", "has no captions"),
+        ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv line 2 does not parse"),
+        ("a.json", '{"images": [{"id": 1}]}', "no column of images"),
+        ("a.csv", "image,caption\n0.jpg,a\n1.jpg,a red, round thing\n", "joined_cells"),
+    ],
+)
 def test_wrong_files_get_one_clear_line(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
@@ -365,7 +288,7 @@ def test_wrong_files_get_one_clear_line(
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["../private.jpg", "/etc/passwd", "a/../../b.jpg"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "a/../../b.jpg"])
 def test_a_table_names_no_image_outside_of_its_folder(tmp_path: Path, name: str) -> None:
     table, root = tmp_path / "t.csv", tmp_path / "images"
     root.mkdir()
@@ -377,24 +300,6 @@ def test_a_table_names_no_image_outside_of_its_folder(tmp_path: Path, name: str)
         read_labelled(root, {"y": "y"}, "t.csv")
 
 
-# --- real photographs -------------------------------------------------------------------
-
-
-@pytest.mark.real_data
-def test_coco_mini(shared_data: Path) -> None:
-    figures = run(
-        Encoder([load_towers(TINY, seed=1)]),
-        shared_data / "coco_mini",
-        captions="annotations/captions_val2017.json",
-        images="val2017",
-    )
-    assert figures["image_to_text/R@1"].count == 51
-    assert figures["text_to_image/R@1"].count == 255
-    for direction in ("image_to_text", "text_to_image"):
-        values = [figures[f"{direction}/R@{k}"].value for k in (1, 5, 10)]
-        assert values == sorted(values) and values[-1] < 60
-
-
 # --- other layouts ------------------------------------------------------------------------
 
 
@@ -403,29 +308,6 @@ def write_urban(root: Path) -> dict[str, Any]:
     for number in range(6):
         (root / "caption" / f"{number}.txt").write_text(f"A long one.\nIt is of {number}\n")
     return {"captions": "caption"}
-
-
-def write_docci(root: Path) -> dict[str, Any]:
-    rows = [
-        {"image_file": f"{number}.png", "description": f"of {number}", "split": part}
-        for part, numbers in {"test": range(6), "train": range(2)}.items()
-        for number in numbers
-    ]
-    (root / "docci.jsonlines").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    return {"captions": "docci.jsonlines", "split": "test"}
-
-
-def write_sharegpt(root: Path) -> dict[str, Any]:
-    turns = [{"from": "human", "value": "What is it?"}]
-    entries = [
-        {
-            "image": f"{number}.png",
-            "conversations": [*turns, {"from": "gpt", "value": f"a long one of {number}"}],
-        }
-        for number in range(6)
-    ]
-    (root / "share.json").write_text(json.dumps(entries))
-    return {"captions": "share.json"}
 
 
 def write_shards(root: Path, captions: str = "txt") -> dict[str, Any]:
@@ -446,8 +328,6 @@ def write_shards(root: Path, captions: str = "txt") -> dict[str, Any]:
     "write",
     [
         write_urban,
-        write_docci,
-        write_sharegpt,
         write_shards,
         partial(write_shards, captions="json:long"),
     ],
@@ -511,38 +391,21 @@ def test_tokenizers_that_pad_with_the_end_of_text_are_counted_too() -> None:
     assert retrieval.count_cut_captions(Extractor(padded), texts)["captions_cut"] == 2
 
 
-LAYOUTS: dict[str, tuple[str, str]] = {
-    "paths of another machine": ("t.csv", "image,caption\n/c/in/a/0.jpg,x\n/c/in/b/1.jpg,y"),
-    "names without a suffix": ("t.csv", "image,caption\na/0,x\nb/1,y"),
-    "names without their folder": ("t.tab", "image\tcaption\n0.jpg\tx\n1.jpg\ty"),
-    "rows without a header": ("t.txt", "a/0.jpg#0\tx\nb/1.jpg#0\ty"),
-    "Excel's first line": ("t.csv", "sep=;\na/0.jpg;x\nb/1.jpg;y"),
-    "captions by names": ("t.json", '{"a/0.jpg": "x", "b/1.jpg": ["y"]}'),
-    "pairs": ("t.json", '[["a/0.jpg", "x"], ["b/1.jpg", "y"]]'),
-    "one list": ("t.json", '{"v": 1, "data": [{"image": "0.jpg", "text": "x"}, '
-                           '{"image": "1.jpg", "text": "y"}]}'),
-    "conversations": ("t.jsonl", "\n".join(
-        json.dumps({"image": name, "conversations": [
-            {"from": "human", "value": "?"}, {"from": "gpt", "value": text}]})
-        for name, text in (("a/0.jpg", "x"), ("b/1.jpg", "y")))),
-    "a folder by classes": ("a/0.txt", "x"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_benchmark_is_read_as_pack_reads_it(layout: str, tmp_path: Path) -> None:
-    images, (name, text) = tmp_path / "images", LAYOUTS[layout]
+def test_a_benchmark_is_read_as_pack_reads_it(tmp_path: Path) -> None:
+    """Paths of another machine, texts of conversations, and of those the answer."""
+    rows = [
+        {"image": f"/c/in/{name}", "conversations": [
+            {"from": "human", "value": "?"}, {"from": "gpt", "value": text}]}
+        for name, text in (("a/0.jpg", "x"), ("b/1.jpg", "y"))
+    ]  # fmt: skip
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for picture in ("a/0.jpg", "b/1.jpg"):
-        (images / picture).parent.mkdir(parents=True)
-        (images / picture).touch()
-    path = tmp_path / "texts" / name
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    if name.endswith("/0.txt"):
-        path = tmp_path / "texts"
-        (path / "1.txt").write_text("y")
-    data = read_captions(path, images)
-    assert [str(image.relative_to(images)) for image in data.images] == ["a/0.jpg", "b/1.jpg"]
+        (tmp_path / "images" / picture).parent.mkdir(parents=True)
+        (tmp_path / "images" / picture).touch()
+    data = read_captions(tmp_path / "t.jsonl", tmp_path / "images")
+    assert [str(path.relative_to(tmp_path)) for path in data.images] == [
+        "images/a/0.jpg", "images/b/1.jpg"
+    ]  # fmt: skip
     assert data.captions == ["x", "y"] and data.caption_image.tolist() == [0, 1]
 
 

@@ -42,55 +42,19 @@ def folder(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture
-def benchmarks(folder: Path) -> dict[str, BenchmarkConfig]:
-    return {
-        "mmvp": BenchmarkConfig("mmvp", str(folder)),
-        "pairs": BenchmarkConfig("retrieval", str(folder), {"captions": "captions.csv"}),
-    }
-
-
-def test_a_judge_adds_rows_of_every_benchmark(
-    benchmarks: dict[str, BenchmarkConfig], tmp_path: Path, planted: Any
-) -> None:
-    path = tmp_path / "results.jsonl"
-    judge = evaluation.SuiteJudge(benchmarks, settings={"batch_size": 2})
-    rows = judge.measure(planted("perfect", 5), path, "stage_0")
-    assert results.read(path) == rows
-    assert {row.benchmark for row in rows} == {"mmvp", "pairs"}
-    assert {row.value for row in rows} == {100.0} and {row.model for row in rows} == {"stage_0"}
-    again = judge.measure(planted("constant", 5), path, "stage_0")
-    assert results.read(path) == again
-    judge.measure(planted("perfect", 5), path, "stage_1")
-    assert len(results.read(path)) == len(again) + len(rows)
-
-
 @pytest.mark.parametrize(
     "kind, options, message",
     [
         ("mmvp", {"promt": "x"}, "option promt: Extra inputs .* options of mmvp: prompt"),
-        ("mmvp", {"directions": 3}, "option directions"),
-        ("mmvp", {"prompt": ["x"]}, "option prompt"),
         ("attributes", {"attributes": []}, "option attributes: .*at least 1 item"),
         ("attributes", {"attributes": ["a", "a"]}, r"option attributes: got \['a', 'a'\]: .* once"),
-        ("attributes", {"attributes": ["a"], "max_train": 0}, "option max_train: .*greater than 0"),
-        ("attributes", {"attributes": ["a"], "strength": 0}, "option strength: .*greater than 0"),
-        ("attributes", {"attributes": ["a"], "k": 0}, "option k: .*greater than 0"),
-        ("attributes", {"attributes": ["a"], "seed": -1}, "option seed"),
         ("knn", {"k": 0}, "option k: .*greater than 0"),
         ("knn", {"temperature": float("inf")}, "option temperature: .*finite"),
-        ("knn", {"temperature": 0.0}, "option temperature: .*greater than 0"),
         ("linear_probe", {"validation_share": 1.0}, "option validation_share: .*less than 1"),
-        ("linear_probe", {"strength": 0.0}, "option strength: .*greater than 0"),
         ("linear_probe", {"strength": float("nan")}, "option strength"),
-        ("linear_probe", {"max_iterations": 0}, "option max_iterations: .*greater than 0"),
         ("compositional", {}, "option layout: Field required"),
         ("compositional", {"layout": "sugar"}, "option layout: .*'sugarcrepe'"),
-        ("compositional", {"layout": "winoground", "missing": "skip"}, "missing: .*'leave_out'"),
-        ("compositional", {"layout": "winoground", "parts": 3}, "option parts"),
-        ("zeroshot", {"clases": "imagenet1k"}, "option clases"),
         ("zeroshot", {"templates": 3}, "option templates"),
-        ("zeroshot", {"labels": []}, "option labels"),
     ],
 )
 def test_wrong_options_get_one_clear_line_before_anything_runs(
@@ -103,16 +67,18 @@ def test_wrong_options_get_one_clear_line_before_anything_runs(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [("knn", {}), ("attributes", {"attributes": ["a"], "probe": "knn"})]
-)
 def test_without_faiss_one_line_says_what_to_install_before_anything_runs(
-    folder: Path, kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
     message = r"^benchmark 'it': .* needs the package faiss.*pip install 'mclclip\[search\]'"
-    with pytest.raises(ValueError, match=message):
-        evaluation.check({"it": BenchmarkConfig(kind, str(folder), options)})
+    with_knn = {"attributes": ["a"], "probe": "knn"}
+    for benchmark in (
+        BenchmarkConfig("knn", str(folder), {}),
+        BenchmarkConfig("attributes", str(folder), with_knn),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluation.check({"it": benchmark})
     with pytest.raises(FileNotFoundError, match="no shard"):  # a linear probe does not need it
         evaluation.check({"it": BenchmarkConfig("attributes", str(folder), {"attributes": ["a"]})})
 
@@ -323,7 +289,7 @@ def test_figures_of_an_earlier_export_are_left_out(
         assert {row.model for row in rows} == {"stage_0", "ViT-B-32@openai"} and not caplog.text
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.pth", "m.pt", "vocab.txt"])
+@pytest.mark.parametrize("name", ["m.safetensors", "vocab.txt"])
 def test_other_weights_in_a_file_are_another_model(tmp_path: Path, name: str) -> None:
     """Of whatever kind the file is."""
     (tmp_path / name).write_bytes(b"before")
@@ -431,7 +397,6 @@ def test_missing_files_of_options_are_found_before_a_long_run(tmp_path: Path) ->
         ("contrastive_loss", {"captions": "json:alt"}, r"2 no_caption.* \(json:alt\)"),
         ("retrieval", {"captions": ".", "shard_captions": "json:alt"}, "2 no_caption"),
         ("attributes", {"attributes": ["colour"]}, "no_attribute:colour"),
-        ("retrieval", {"captions": "no_title.csv"}, r"missing \['title'\]"),
         ("contrastive_loss", {"captions": "no_title.csv"}, r"missing \['title'\]"),
     ],
 )

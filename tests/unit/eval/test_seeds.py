@@ -12,7 +12,7 @@ from scipy import stats
 from mclclip.eval import outcomes, seeds
 from mclclip.eval.outcomes import NotTheSame, Outcomes
 from tests.benchmarks import bench_seeds
-from tests.matrix import SOAK, fuller_in_soak, kept
+from tests.matrix import SOAK
 
 Pairs = list[tuple[Outcomes, Outcomes]]
 
@@ -85,7 +85,7 @@ def test_items_and_seeds_have_a_quantile_each(count: int) -> None:
     assert found.items == pytest.approx(40 * mean, abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_perfect_ranking_against_a_collapsed_one_is_a_sign_test(count: int) -> None:
     truth = np.arange(30) < 10
     perfect = of_values(truth * 1.0, truth=truth, statistic="roc_auc")
@@ -98,8 +98,7 @@ def test_a_perfect_ranking_against_a_collapsed_one_is_a_sign_test(count: int) ->
     assert difference([(perfect, perfect)] * 2).p_value == 1.0
 
 
-@pytest.mark.parametrize("kind", ["numbers", "answers"])
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize(("kind", "count"), [("numbers", 2), ("numbers", 5), ("answers", 3)])
 def test_equal_methods_raise_few_false_alarms(kind: str, count: int) -> None:
     """Also where all are compared with one base, and where one differs more by seed than others."""
     races = 2_000 if SOAK else 600
@@ -107,7 +106,7 @@ def test_equal_methods_raise_few_false_alarms(kind: str, count: int) -> None:
         shares = bench_seeds.simulate(kind, 135, count, spread, races)
         assert shares["alarms"] <= 6 and shares["wide"] <= (9 if SOAK else 11), (spread, shares)
         if kind == "numbers" and not spread:
-            assert shares["found"] >= {2: 20, 3: 28, 5: 33}[count], shares
+            assert shares["found"] >= {2: 20, 5: 33}[count], shares
 
 
 def test_one_seed_is_the_test_of_compare() -> None:
@@ -115,10 +114,9 @@ def test_one_seed_is_the_test_of_compare() -> None:
     assert difference(pairs) == outcomes.difference(*pairs[0])
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_what_a_seed_changes_for_both_does_not_count(count: int) -> None:
+def test_what_a_seed_changes_for_both_does_not_count() -> None:
     """A seed that is lucky for both by the same items leaves the difference as it is."""
-    pairs = drawn_pairs(np.random.default_rng(1), 1, 60) * count
+    pairs = drawn_pairs(np.random.default_rng(1), 1, 60) * 3
     lucky = []
     for number, (a, b) in enumerate(pairs):
         equal = np.flatnonzero(a.values == b.values)[: 5 * number]
@@ -129,22 +127,10 @@ def test_what_a_seed_changes_for_both_does_not_count(count: int) -> None:
     assert (moved.value, moved.p_value) == pytest.approx((plain.value, plain.p_value), abs=1e-6)
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_no_difference_at_all_is_no_verdict(count: int) -> None:
-    same = [(of_values([1.0, 0.0, 1.0]), of_values([1.0, 0.0, 1.0]))] * count
-    found = difference(same)
+def test_no_difference_at_all_is_no_verdict() -> None:
+    found = difference([(of_values([1.0, 0.0, 1.0]), of_values([1.0, 0.0, 1.0]))] * 2)
     assert (found.value, found.p_value, found.wins, found.losses) == (0.0, 1.0, 0, 0)
     assert found.low < 0 < found.high
-
-
-def test_a_large_difference_is_found_with_five_seeds() -> None:
-    rng = np.random.default_rng(2)
-    pairs = [
-        (of_values((rng.random(200) < 0.7) * 1.0), of_values((rng.random(200) < 0.4) * 1.0))
-        for _ in range(5)
-    ]
-    found = difference(pairs)
-    assert found.p_value < 5e-3 and 0.15 < found.low < found.value < found.high < 0.42
 
 
 def test_strata_count_equally() -> None:
@@ -158,11 +144,10 @@ def test_strata_count_equally() -> None:
     assert found.value == pytest.approx(np.mean(means), abs=1e-6)
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_losses_are_won_where_they_are_smaller(count: int) -> None:
+def test_losses_are_won_where_they_are_smaller() -> None:
     rng = np.random.default_rng(4)
     pairs = []
-    for _ in range(count):
+    for _ in range(2):
         loss = rng.normal(2.0, 0.3, 50)
         own, other = loss - 0.01 + rng.normal(0, 0.002, 50), loss
         pairs.append((of_values(own, statistic="mean_loss"),
@@ -173,13 +158,12 @@ def test_losses_are_won_where_they_are_smaller(count: int) -> None:
     assert found.high < 0, "an interval in nats is not widened by invented items of a whole nat"
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_rankings_have_an_interval(count: int) -> None:
+def test_rankings_have_an_interval() -> None:
     rng, truth = np.random.default_rng(6), np.arange(60) % 2 == 0
     pairs = [
         tuple(of_values(rng.normal(0, 1, 60) + good * truth, truth=truth, statistic="roc_auc")
               for good in (2.0, 0.5))
-        for _ in range(count)
+        for _ in range(2)
     ]  # fmt: skip
     found = difference(pairs)  # type: ignore[arg-type]
     assert (found.wins, found.losses, found.items) == (None, None, None)
@@ -203,49 +187,3 @@ def test_other_items_in_another_seed_are_refused() -> None:
     other = (Outcomes(["x", "y"], np.ones(2)), Outcomes(["x", "y"], np.ones(2)))
     with pytest.raises(NotTheSame, match="items differ, such as '0' and 'x'"):
         difference([first, other])
-
-
-# --- simulated races -----------------------------------------------------------------------------
-
-BENCHMARKS = 2
-SPREADS = {0.02: 400, 0.1: 974, 0.3: 40}  # of seeds, in units of items' difficulty -> items
-
-
-def encoder(rng: np.random.Generator, hard: np.ndarray, spread: float, count: int) -> np.ndarray:
-    """[n, S] right answers of one method: some items suit it, whatever the seed; a seed moves all
-    of them; and chance decides the rest."""
-    own = rng.normal(0, 0.3, len(hard))
-    noise = rng.normal(0, 0.2, (len(hard), count))
-    moved: np.ndarray = hard[:, None] + own[:, None] + rng.normal(0, spread, count) + noise
-    return (moved > 0).astype(float)
-
-
-def shows_a_verdict(
-    rng: np.random.Generator, count: int, spread: float, items: int, remedies: int
-) -> bool:
-    """Whether a race of equal remedies, a control and a base finds any difference."""
-    p_values = []
-    names = [str(number) for number in range(remedies + 2)]  # base, control, remedies
-    compared = [(own, other) for other in names[:2] for own in names[1:] if own != other]
-    for _ in range(BENCHMARKS):
-        hard = rng.normal(0.5, 1.0, items)
-        rights = [encoder(rng, hard, spread, count) for _ in names]
-        racing = {
-            name: [of_values(column) for column in own.T]
-            for name, own in zip(names, rights, strict=True)
-        }
-        p_values += [found.p_value for found in seeds.differences(racing, compared)]
-    return min(outcomes.holm(p_values)) < 0.05
-
-
-@fuller_in_soak
-@pytest.mark.parametrize("count", kept([2, 3, 5], 0, 2))
-@pytest.mark.parametrize("spread", kept([0.02, 0.1, 0.3], 1))
-@pytest.mark.parametrize("remedies", kept([4, 1], 0))
-def test_races_of_equal_remedies_show_no_verdict(remedies: int, count: int, spread: float) -> None:
-    rng, races = np.random.default_rng([count, round(100 * spread)]), 500 if SOAK else 10
-    shown = sum(
-        shows_a_verdict(rng, count, spread, SPREADS[spread], remedies) for _ in range(races)
-    )
-    print(f"{remedies} remedies, {count} seeds, spread {spread}: {shown} of {races} show a verdict")
-    assert shown <= (0.07 if SOAK else 0.14) * races

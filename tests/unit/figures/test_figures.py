@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from mclclip import figures, method
 from mclclip.config import Config, from_tree
@@ -56,6 +57,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def drawn(config: Config) -> Iterator[Path]:
     """The folder with all its figures."""
     with pytest.MonkeyPatch.context() as patch:
+        save = Figure.savefig  # coarsely
+        patch.setattr(Figure, "savefig", lambda *args, **how: save(*args, **how, dpi=20))
         for module, numbers in FEWER.items():
             for name, number in numbers.items():
                 patch.setattr(module, name, number)
@@ -140,7 +143,7 @@ def test_a_figure_is_found_by_its_module(
         (folder / f"toy_figure{suffix}").unlink()
 
 
-@pytest.mark.parametrize("name", ["gate", "", "gates;tsne"])
+@pytest.mark.parametrize("name", ["", "gates;tsne"])
 def test_an_unknown_figure_is_one_line(config: Config, name: str) -> None:
     with pytest.raises(ValueError, match=f"no figure {name!r}: take accuracy, .*tsne") as error:
         analyse.run(config, SINGLE, figures=f"tsne,{name}")
@@ -179,24 +182,19 @@ def without_attributes(config: Config) -> Config:
     return replace(config, data=replace(config.data, sources={"p": source}))
 
 
-def of_another_index(artifact: str) -> Callable[[Config], Config]:
-    def edited(config: Config) -> Config:
-        path = Path(config.run_dir) / artifact / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["inputs"]["index"] = "0" * 64
-        path.write_text(json.dumps(manifest))
-        return config
-
-    return edited
+def of_another_index(config: Config) -> Config:
+    path = Path(config.run_dir) / "stage_0/embeddings/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["inputs"]["index"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    return config
 
 
 @pytest.mark.parametrize(
     ("changed", "figure", "line"),
     [
         (without_attributes, "recall", "recall needs attributes: set data.sources"),
-        (without_attributes, "overlap", "overlap needs attributes: set data.sources"),
-        (of_another_index("stage_0/embeddings"), "singular_values", "run 'mclclip embed --force'"),
-        (of_another_index("stage_0/clusters"), "agreement", "run 'mclclip cluster --force'"),
+        (of_another_index, "singular_values", "run 'mclclip embed --force'"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(
@@ -238,10 +236,7 @@ def test_an_attribute_without_a_cluster_leaves_its_field_empty(
     assert {of[name] for name in of if not name.startswith("stage_")} == {None}
 
 
-@pytest.mark.parametrize("begins", ["_", "x"])
-def test_every_value_is_in_the_legend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
-) -> None:
+def test_every_value_is_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matplotlib leaves out labels that begin with an underscore."""
     shown = list[str]()
 
@@ -249,12 +244,12 @@ def test_every_value_is_in_the_legend(
         shown.extend(self.get_legend_handles_labels()[1])
 
     monkeypatch.setattr(Axes, "legend", legend)
-    plane = np.eye(4, 2), np.array([0, 1, 0, 1]), [f"{begins}a", f"{begins}b"]
+    plane = np.eye(4, 2), np.array([0, 1, 0, 1]), ["_a", "b"]
     drawing.planes(tmp_path / "a.png", "title", [{"a": plane}])
     assert [text.strip() for text in shown] == plane[2]
 
 
-@pytest.mark.parametrize(("rows", "columns", "name"), [(1, 1, "a/" * 40), (40, 12, "encoder")])
+@pytest.mark.parametrize(("rows", "columns", "name"), [(1, 1, "a/" * 40), (12, 6, "encoder")])
 def test_names_and_numbers_of_a_table_have_room(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, rows: int, columns: int, name: str
 ) -> None:

@@ -28,12 +28,9 @@ def test_a_line_goes_through_its_points() -> None:
     assert "stroke:var(--stage)" in svg
 
 
-def test_nothing_to_draw_is_nothing() -> None:
+def test_one_point_is_a_dot_and_nothing_to_draw_is_nothing() -> None:
     assert charts.lines("t", "x", [("stage", [(1, math.inf)])]) == ""
     assert charts.sizes("t", "x", [], "stage") == ""
-
-
-def test_one_point_is_a_dot() -> None:
     first, second = polyline(charts.lines("t", "x", [("stage", [(3, 0.0)])]))
     assert first == second
 
@@ -68,12 +65,9 @@ def test_an_axis_ends_at_round_numbers_that_are_named() -> None:
     assert counts == ["-1", "0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.25, "0.25"), (5e-5, "5e-5"), (7.5e-4, "7.5e-4"), (12_000, "12k"), (2e6, "2M")],
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert charts.number(value) == text
+def test_numbers_are_short() -> None:
+    values = (0.0, 0.25, 5e-5, 7.5e-4, 12_000, 2e6)
+    assert [*map(charts.number, values)] == ["0", "0.25", "5e-5", "7.5e-4", "12k", "2M"]
 
 
 def test_labels_of_axes_from_0_fit_and_differ_at_every_scale() -> None:
@@ -95,14 +89,11 @@ def test_of_many_sizes_some_are_drawn_largest_first() -> None:
     assert many == sorted(many, reverse=True)
 
 
-def test_a_few_bars_are_counted_in_whole_numbers() -> None:
+def test_ticks_are_few_and_within() -> None:
+    for low, high in ((0.0, 1.0), (0.137, 0.139), (3.0, 41_000.0), (-2, 5)):
+        ticks = charts.Scale(low, high, 0, 100).ticks()
+        assert 2 <= len(ticks) <= 6 and low - 1e-9 <= ticks[0] and ticks[-1] <= high + 1e-9
     assert charts.Scale(0.0, 2.0, 0, 100, whole=True).ticks() == [0.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.137, 0.139), (3.0, 41_000.0), (-2, 5)])
-def test_ticks_are_few_and_within(low: float, high: float) -> None:
-    ticks = charts.Scale(low, high, 0, 100).ticks()
-    assert 2 <= len(ticks) <= 6 and low - 1e-9 <= ticks[0] and ticks[-1] <= high + 1e-9
 
 
 # --- words of captions ---
@@ -127,6 +118,7 @@ def test_a_word_that_all_groups_share_is_none_of_any() -> None:
 def test_shares_are_of_captions_that_are_not_empty() -> None:
     groups = {0: ["red"] * 90 + ["", ""], 1: ["blue"] * 90 + ["red"] * 10 + [""]}
     assert dominant_words(groups, 5)[0] == [("red", 1.0, pytest.approx(1 / 10))]
+    assert dominant_words({0: ["", ""], 1: []}, 3) == {0: [], 1: []}
 
 
 def test_groups_drawn_at_random_have_hardly_any_words() -> None:
@@ -154,7 +146,3 @@ def test_the_order_is_that_of_the_definition() -> None:
 
     assert [word for word, *_ in found] == ["often", "rare"]
     assert errors("often") > errors("rare") > 3 > errors("other")
-
-
-def test_no_captions_give_no_words() -> None:
-    assert dominant_words({0: ["", ""], 1: []}, 3) == {0: [], 1: []}

@@ -80,11 +80,12 @@ def test_the_lock_says_who_holds_it_and_goes_with_him(tmp_path: Path) -> None:
     assert not (run_dir / "run.lock").exists()
 
 
-def test_an_error_frees_the_lock(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), RunLock(tmp_path):
+def test_an_error_frees_the_lock_and_it_can_be_used_again(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, wait_s=0.0)
+    with pytest.raises(ZeroDivisionError), lock:
         _ = 1 / 0
-    with RunLock(tmp_path, wait_s=0.0):
-        assert (tmp_path / "run.lock").exists()
+    with lock:
+        refused(tmp_path)
 
 
 def test_a_second_writer_is_told_host_pid_and_start(tmp_path: Path) -> None:
@@ -96,26 +97,16 @@ def test_a_second_writer_is_told_host_pid_and_start(tmp_path: Path) -> None:
     assert str(tmp_path) in message and "\n" not in message
 
 
-def test_a_lock_can_be_used_again(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, wait_s=0.0)
-    for _ in range(2):
-        with lock:
-            refused(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", '{"host": "x", "pi', '{"host": "x"}', "[]"])
+@pytest.mark.parametrize("text", ["", '{"host": "x", "pi', "[]"])
 def test_what_a_killed_owner_left_is_no_lock(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.lock").write_text(text)
     with RunLock(tmp_path, wait_s=0.0):
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize("text", ["", '{"host": "x", "pi', "[]"])
-def test_an_owner_that_has_not_written_yet_is_refused_all_the_same(
-    tmp_path: Path, text: str
-) -> None:
+def test_an_owner_that_has_not_written_yet_is_refused_all_the_same(tmp_path: Path) -> None:
     with RunLock(tmp_path):
-        (tmp_path / "run.lock").write_text(text)
+        (tmp_path / "run.lock").write_text('{"host": "x", "pi')
         assert "process ? on ?" in refused(tmp_path)
 
 
@@ -127,38 +118,21 @@ def test_an_owner_on_another_host_is_given_the_time_that_its_server_needs(
         lock.path.write_text(json.dumps(owner))
         start_s = time.monotonic()
         with pytest.raises(RuntimeError, match="process 4711 on elsewhere, started 2026-01-01"):
-            Lock(lock.path, wait_s=0.0, lease_s=0.5).take()
-        assert time.monotonic() - start_s >= 0.5
+            Lock(lock.path, wait_s=0.0, lease_s=0.1).take()
+        assert time.monotonic() - start_s >= 0.1
     assert len(caplog.messages) == 1  # what it waits for
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     message = refused(tmp_path / "file" / "run")
     assert str(tmp_path / "file" / "run") in message and "Not a dir" in message
 
-
-def test_a_file_system_without_locks_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("mclclip.run.lock.fcntl.flock", no_locks)
     assert "does not lock files (Function not implemented)" in refused(tmp_path)
-
-
-def test_a_lock_removed_by_hand_is_not_missed(tmp_path: Path) -> None:
-    with RunLock(tmp_path):
-        (tmp_path / "run.lock").unlink()
-    assert not (tmp_path / "run.lock").exists()
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("precious")
-    (tmp_path / "run.lock").symlink_to(tmp_path / "victim")
-    assert str(tmp_path / "run.lock") in refused(tmp_path)
-    assert (tmp_path / "victim").read_text() == "precious"
 
 
 # --- several processes -------------------------------------------------------------------------
@@ -178,7 +152,7 @@ def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
     with holder(tmp_path, 120.0) as process:
         with RunLock(tmp_path):
             go(process)
-            time.sleep(0.5)
+            time.sleep(0.1)
         assert said(process) == "holding"
 
 

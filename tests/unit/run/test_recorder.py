@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mclclip.ranks.process_group import Context
 from mclclip.run.recorder import NotFinite, Recorder, Work
-from mclclip.run.trackers import Trackers
 from tests import tiny
 from tests.device_waits import Readings
 
@@ -114,17 +113,6 @@ def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
         float(recorder.loss_sum)
         assert readings.count == 1  # it would have been seen
     assert not tiny.rows(tmp_path / "metrics.jsonl")
-
-
-def test_a_tracker_that_is_not_installed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(*args: Any, **options: Any) -> None:
-        raise ValueError("track: wandb is not installed")
-
-    monkeypatch.setattr(Trackers, "open", missing)
-    with pytest.raises(ValueError, match="not installed"):
-        make(tmp_path, track=["wandb"])
 
 
 def test_a_training_that_has_diverged_ends_at_the_row_that_tells(tmp_path: Path) -> None:

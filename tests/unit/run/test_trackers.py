@@ -180,27 +180,21 @@ class Calls(list[tuple[str, Any]]):
         return call
 
 
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    put_package(monkeypatch, "wandb", calls)
-    for _ in range(2):
-        track("wandb", tmp_path, ROWS[0])
-    first, second = [options for name, options in calls if name == "init"]
-    assert len(first["id"]) == 8 and first == second and first["resume"] == "allow"
-    assert first["config"] == {"seed": 1} and first["name"] == str(tmp_path)
-    assert ("add_file", (str(tmp_path / "verdict.md"),)) in calls
-    assert [name for name, _ in calls].count("finish") == 2
-
-
-def test_trackio_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    put_package(monkeypatch, "trackio", calls)
-    for _ in range(2):
-        track("trackio", tmp_path, ROWS[0])
-    first, second = [options for name, options in calls if name == "init"]
-    assert first == second and first["resume"] == "allow"
-    assert first["name"].startswith(f"{tmp_path} ")
-    logged = [options["name"] for name, options in calls if name == "log_artifact"]
+def test_wandb_and_trackio_go_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = {"wandb": Calls(), "trackio": Calls()}
+    for name, calls in of.items():
+        put_package(monkeypatch, name, calls)
+        for _ in range(2):
+            track(name, tmp_path, ROWS[0])
+        first, second = [options for call, options in calls if call == "init"]
+        assert first == second and first["resume"] == "allow"
+        assert first["name"].startswith(str(tmp_path)) and first["config"] == {"seed": 1}
+    assert len([options for call, options in of["wandb"] if call == "init"][0]["id"]) == 8
+    assert ("add_file", (str(tmp_path / "verdict.md"),)) in of["wandb"]
+    assert [call for call, _ in of["wandb"]].count("finish") == 2
+    logged = [options["name"] for call, options in of["trackio"] if call == "log_artifact"]
     assert logged == ["report", "verdict"] * 2
 
 
