@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from PIL import Image
 import mclclip
 from mclclip import api
 from mclclip.engines.engine import Engine
-from mclclip.eval import outcomes
 from mclclip.export import convert
 from mclclip.ranks import process_group
 from tests import photos, tiny
@@ -40,22 +38,19 @@ def test_the_public_names() -> None:
         mclclip.nothing  # noqa: B018
 
 
-def test_importing_loads_nothing_heavy() -> None:
-    code = "import sys, mclclip; print({'torch', 'pandas', 'numpy'} & {*sys.modules})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=tiny.environment()
+def test_importing_loads_nothing_heavy_and_takes_less_than_a_tenth_of_a_second() -> None:
+    """Processor time, the least of a few: other processes do not count."""
+    code = (
+        "import sys, time; t = time.process_time(); import mclclip; t = time.process_time() - t\n"
+        "print({'torch', 'pandas', 'numpy'} & {*sys.modules}, t)"
     )
-    assert done.stdout.strip() == "set()", done.stderr
-
-
-def test_importing_takes_less_than_a_tenth_of_a_second() -> None:
-    """Processor time, the least of five: other processes do not count."""
-    code = "import time; t = time.process_time(); import mclclip; print(time.process_time() - t)"
-    taken = [
-        float(subprocess.check_output([sys.executable, "-c", code], env=tiny.environment()))
-        for _ in range(5)
-    ]
-    assert min(taken) < 0.1
+    for _ in range(5):
+        done = subprocess.check_output([sys.executable, "-c", code], env=tiny.environment())
+        heavy, taken = done.decode().split()
+        assert heavy == "set()"
+        if float(taken) < 0.1:
+            break
+    assert float(taken) < 0.1
 
 
 OPTIONS = (*photos.FEW_STEPS, "num_stages=1")
@@ -70,11 +65,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, mclc
 
 
 def call(folder: Path, **others: object) -> mclclip.Run:
-    given = {
-        "base": photos.base(folder),
-        "options": OPTIONS,
-        "captions": folder / "captions.csv",
-    }
+    given = {"base": photos.base(folder), "options": OPTIONS, "captions": folder / "captions.csv"}
     return mclclip.finetune(folder, **{"out": folder / "run"} | given | others)  # type: ignore[arg-type]
 
 
@@ -85,40 +76,12 @@ def test_a_fine_tuning_ends_with_encoders_and_a_verdict(tuned: tuple[Path, mclcl
     assert table.columns.tolist()[:6] == names
     assert {"choose", "report"} <= {*table.benchmark} <= {"choose", "report", "pairs"}
     assert {"stage_0", "stage_1", "control_ungrouped_stage_1"} <= {*table.encoder}
-    aside = run.layout.joined("concat_raw.old-1")  # where --force moves what it makes again
-    shutil.copytree(run.layout.joined("concat_raw"), aside)
     assert {*run.exports()} == {*table.encoder}
-    shutil.rmtree(aside)
     assert run.tuned() in {*table.encoder} - {"stage_0"}
     assert run.recommended() in ("stage_0", run.tuned())
     assert run.recommended() == "stage_0" or run.tuned() in run.verdict()[0]
     assert "stage_0" in {*table.encoder} and run.encoder().embed_dim > 0
     assert run.report() == folder / "run/report.html"
-
-
-def test_a_run_is_judged_once_whatever_is_asked_of_it(
-    tuned: tuple[Path, mclclip.Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, outcomes_of = [], outcomes.read
-    monkeypatch.setattr(outcomes, "read", lambda path: read.append(path) or outcomes_of(path))
-    run = mclclip.Run.open(tuned[0] / "run")
-    run.encoder()
-    first = [*read]
-    assert run.encoder(run.recommended()).embed_dim and run.verdict()
-    assert read == first != []
-
-
-def test_no_copy_of_a_picture_lies_on_two_sides(tuned: tuple[Path, mclclip.Run]) -> None:
-    sides: dict[bytes, set[str]] = {}
-    for path in (tuned[0] / "run/data").glob("*/*.tar"):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if member.name.endswith(".jpg"):
-                    opened = tar.extractfile(member)
-                    assert opened is not None
-                    sides.setdefault(opened.read(), set()).add(path.parent.name)
-    assert len(sides) == 135 and all(len(each) == 1 for each in sides.values())
-    assert set().union(*sides.values()) == {"train", "choose", "report"}
 
 
 def test_pictures_and_texts_are_encoded_as_they_are_brought(
@@ -130,12 +93,11 @@ def test_pictures_and_texts_are_encoded_as_they_are_brought(
     paths = sorted((folder / "photos").glob("*.jpg"))[:5]
     features = encoder.encode_image(paths, batch_size=2)
     assert features.shape == (5, encoder.embed_dim) and features.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1.0, rtol=1e-5)
     opened = [Image.open(path) for path in paths]
     np.testing.assert_allclose(encoder.encode_image(opened), features, atol=1e-6)
     np.testing.assert_allclose(encoder.encode_image(str(paths[0])), features[:1], atol=1e-6)
     texts = encoder.encode_text(["a red square", "a blue square"])
-    assert texts.shape == (2, encoder.embed_dim)
+    np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(encoder.encode_text("a red square"), texts[:1], atol=1e-6)
     assert encoder.encode_image([]).shape == (0, encoder.embed_dim)
     with pytest.raises(ValueError, match=r"captions\.csv cannot .*of 12 bytes cannot .* 1 more"):
@@ -193,43 +155,10 @@ def test_called_again_it_is_finished_and_other_arguments_are_refused(
     assert tiny.digests(folder / "run", "**/manifest.json") == before
 
 
-def test_a_mistaken_call_does_not_stand_in_the_way_of_the_right_one(
-    tuned: tuple[Path, mclclip.Run], tmp_path: Path
-) -> None:
-    folder, _ = tuned
-    (tmp_path / "all").mkdir()
-    for number, color in enumerate(["red", "blue"] * 80):
-        Image.new("RGB", (8, 8 + number), color).save(tmp_path / "all" / f"{number}.png")
-    rows = ["image,caption", *(f"{number}.png,a picture" for number in range(160))]
-    (tmp_path / "captions.csv").write_text("\n".join(rows))
-    given: dict[str, Any] = {"base": photos.base(folder), "out": tmp_path / "run"}
-    with pytest.raises(ValueError, match="has no picture with a caption"):
-        mclclip.finetune(tmp_path / "all", **given)
-    given |= {"captions": tmp_path / "captions.csv", "options": ["train.lr=-1"]}
-    with pytest.raises(ValueError, match=r"train\.lr"):  # behind packing
-        mclclip.finetune(tmp_path / "all", **given)
-
-
 def tuning(images: Path, **flags: object) -> api.FineTuning:
     defaults: dict[str, Any] = {"base": "tiny_clip@random", "captions": None}
     defaults |= {"out": images / "run", "overrides": [], "held_out": 0.1, "seed": 0}
     return api.FineTuning(images=images, **defaults | flags)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"base": "tiny_clip@randon"}, "'randon', which is neither a file nor a tag of "),
-        ({"base": "ViT-B-32@opnai"}, r"'opnai', which is .* \(tags: openai, "),
-        ({"held_out": 0.6}, "held_out is 0.6: wanted "),
-        ({"size": 64, "overrides": ["model.image_size=96"]}, "image_size is 96"),
-    ],
-)
-def test_a_dry_run_refuses_what_the_run_would(
-    given: dict[str, object], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        tuning(tmp_path, path_column=None, caption_column=None, **given).dry_run(None, 2000)
 
 
 def test_a_dry_run_refuses_pictures_without_captions(tmp_path: Path) -> None:
@@ -272,35 +201,24 @@ def stop_at_the_method(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return came
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_a_mistake_is_refused_before_anything_is_packed(tmp_path: Path) -> None:
+    photos.write(tmp_path)
+    (tmp_path / "weights.safetensors").write_bytes(b"no weights")
+    broken = photos.base(tmp_path).replace("random", f"{tmp_path}/weights.safetensors")
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"options": ["train.lrr=1"]}, "train.lrr"),
         ({"options": ["train.global_batch=512"]}, "train.global_batch=512"),
         ({"options": ["eval.suite.a.kind=retrieval", "eval.suite.a.path=b"]}, "captions"),
         ({"base": "ViT-B-32@openai"}, "ViT-B-32-quickgelu"),
         ({"base": "tiny_clip@nowhere.safetensors"}, "nowhere.safetensors"),
+        ({"held_out": 0.6}, "held_out is 0.6: wanted "),
         ({"options": ["model.image_size=640"]}, "image_size is 640"),
-        ({"options": ["model.image_size=64"], "size": 63}, "image_size is 64"),
         ({"options": ["train.image_size=[{size: 96}]"], "size": 64}, "image_size is 96"),
-    ],
-    ids=["name", "batch", "benchmark", "activation", "weights", "size", "own_size", "train_size"],
-)
-def test_a_mistake_is_refused_before_anything_is_packed(
-    tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
-    photos.write(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        call(tmp_path, **change)
-    assert not (tmp_path / "run/data").exists()
-
-
-def test_weights_that_do_not_load_are_refused_before_anything_is_packed(tmp_path: Path) -> None:
-    photos.write(tmp_path)
-    (tmp_path / "weights.safetensors").write_bytes(b"no weights")
-    base = photos.base(tmp_path).replace("random", f"{tmp_path}/weights.safetensors")
-    with pytest.raises(ValueError, match=r"weights\.safetensors"):
-        call(tmp_path, base=base, options=())
+        ({"base": broken, "options": ()}, r"weights\.safetensors"),
+    ]
+    for change, words in changes:
+        with pytest.raises(ValueError, match=words):
+            call(tmp_path, **change)
     assert not (tmp_path / "run/data").exists()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from mclclip import config
 from mclclip.checkpoint import CheckpointConfig, step_files
 from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.run.artifacts import Artifact
-from mclclip.run.recorder import NotFinite
 from mclclip.util.stores import open_folder
 from tests import forks
 from tests.shard_server import s3_bucket
@@ -90,66 +88,20 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 # --- round trip --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_is_resumed_is_what_was_saved(tmp_path: Path, asynchronous: bool) -> None:
-    saved(tmp_path, 3, asynchronous=asynchronous)
-    assert files(tmp_path) == ["step_00000003"]
-    target = Source(1)
-    assert Checkpoints(tmp_path, CheckpointConfig()).resume(target) == 3
-    assert_same(target, Source(3))
-    assert target.loads == 1
-
-
-def test_nothing_saved_is_step_zero_and_touches_nothing(tmp_path: Path) -> None:
-    target = Source(1)
-    assert Checkpoints(tmp_path / "none", CheckpointConfig(keep=1)).resume(target) == 0
-    assert target.loads == 0 and not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_number_formats_survive(tmp_path: Path, dtype: torch.dtype) -> None:
-    source = Source(2, dtype)
-    Checkpoints(tmp_path, CheckpointConfig(keep=1)).save(2, source)
-    target = Source(1, dtype)
-    Checkpoints(tmp_path, CheckpointConfig(keep=1)).resume(target)
-    assert_same(target, source)
-
-
-def test_the_state_lists_every_file(tmp_path: Path) -> None:
-    saved(tmp_path, 3)
-    path = tmp_path / "step_00000003"
-    state = json.loads((path / "state.json").read_text())
-    assert (state["step"], state["world_size"]) == (3, 1)
-    assert sorted(state["files"]) == [".metadata", "__0_0.distcp"]
-    for name, entry in state["files"].items():
-        assert entry["size_bytes"] == (path / name).stat().st_size
-        assert entry["sha256"] == hashlib.sha256((path / name).read_bytes()).hexdigest()
-
-
-def test_training_on_does_not_change_what_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asynchronous", "dtype"), [(False, torch.float64), (True, torch.bfloat16)]
+)
+def test_what_is_resumed_is_what_was_saved(
+    tmp_path: Path, asynchronous: bool, dtype: torch.dtype
 ) -> None:
-    """The thread begins to write only after the tensors were overwritten."""
-    source, checkpoints = (
-        Source(4),
-        Checkpoints(tmp_path, CheckpointConfig(keep=1, asynchronous=True)),
-    )
-    write, trained = step_files.write, threading.Event()
-
-    def late(*args: Any, **options: Any) -> None:
-        assert trained.wait(300)
-        write(*args, **options)
-
-    monkeypatch.setattr(step_files, "write", late)
-    checkpoints.save(4, source)
-    for value in source.state.values():
-        value.fill_(7)
-    assert checkpoints.steps() == []
-    trained.set()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous))
+    checkpoints.save(3, source := Source(3, dtype))
     checkpoints.wait()
-    target = Source(1)
-    assert checkpoints.resume(target) == 4
-    assert_same(target, Source(4))
+    assert files(tmp_path) == ["step_00000003"]
+    target = Source(1, dtype)
+    assert Checkpoints(tmp_path, CheckpointConfig()).resume(target) == 3
+    assert_same(target, source)
+    assert target.loads == 1
 
 
 def test_the_same_step_is_written_once_and_replaced_by_a_later_start(tmp_path: Path) -> None:
@@ -167,30 +119,18 @@ def test_the_same_step_is_written_once_and_replaced_by_a_later_start(tmp_path: P
 # --- the model alone ---------------------------------------------------------------------------
 
 
-def test_a_part_can_be_had_alone(tmp_path: Path) -> None:
-    source = Source(3)
-    source.state["ema.scale"] = torch.tensor(0.5)
-    Checkpoints(tmp_path, CheckpointConfig(keep=1)).save(3, source)
-    model = step_files.load_model_state(tmp_path, 3)
-    assert model.keys() == {"seen", *SIZES}
-    assert all(torch.equal(value, source.state[f"model.{n}"]) for n, value in model.items())
-    assert step_files.load_model_state(tmp_path, 3, "ema") == {"scale": torch.tensor(0.5)}
-    with pytest.raises(RuntimeError, match="no part 'text', only ema, model, optimizer"):
-        step_files.load_model_state(tmp_path, 3, "text")
-
-
 def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run 'mclclip train' first"):
         step_files.trained_state(tmp_path, averaged=False)
-    artifact = Artifact.open(tmp_path, kind="train", config={}, inputs={})
+    artifact = Artifact.open(tmp_path, kind="train", config={"stage": 1}, inputs={})
     artifact.finish({"steps": 4})
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
         step_files.trained_state(tmp_path, averaged=False)
-    identity, source = {"digest": artifact.identity}, Source(4)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), identity=identity)
-    checkpoints.save(3, Source(3))
-    with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
+    saved(tmp_path / "checkpoints", 4, identity={"stage": 0, "digest": artifact.identity})
+    with pytest.raises(RuntimeError, match="stage 0; this one has stage 1"):
         step_files.trained_state(tmp_path, averaged=False)
+    identity, source = {"stage": 1, "digest": artifact.identity}, Source(4)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), identity=identity)
     source.state["ema.scale"] = torch.tensor(0.5)
     checkpoints.save(4, source)
     assert (
@@ -210,7 +150,6 @@ IDENTITY = {"stage": 1, "variant": "mcl", "digest": "abc"}
     ("other", "what"),
     [
         ({"stage": 0}, r"stage 0; this one has stage 1"),
-        ({"variant": "ungrouped", "digest": "d"}, r"variant 'ungrouped'; this one has"),
         ({"digest": "def"}, r"other options or inputs"),
     ],
 )
@@ -227,30 +166,17 @@ def test_one_of_another_training_is_refused_in_one_line(
     assert Checkpoints(tmp_path, CheckpointConfig(), identity=IDENTITY | other).resume(target) == 8
 
 
-def test_a_finished_training_is_not_exported_with_the_checkpoint_of_another(tmp_path: Path) -> None:
-    artifact = Artifact.open(
-        tmp_path, kind="train", config={"stage": 1, "variant": "mcl"}, inputs={}
-    )
-    artifact.finish({"steps": 4})
-    identity = {"stage": 1, "variant": "mcl", "digest": artifact.identity}
-    saved(tmp_path / "checkpoints", 4, identity=identity | {"stage": 0})
-    with pytest.raises(RuntimeError, match="stage 0; this one has stage 1"):
-        step_files.trained_state(tmp_path, averaged=False)
-    saved(tmp_path / "checkpoints", 4, identity=identity)
-    assert step_files.trained_state(tmp_path, averaged=False)
-
-
 # --- which are kept ----------------------------------------------------------------------------
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_some_for_good(tmp_path: Path) -> None:
     assert step_files.steps(tmp_path / "none yet") == []
-    assert saved(tmp_path, 5, 10, 15, 100, keep=2).steps() == [15, 100]
-    assert files(tmp_path) == ["step_00000015", "step_00000100"]
-
-
-def test_some_are_kept_for_good(tmp_path: Path) -> None:
-    assert saved(tmp_path, *range(2, 22, 2), keep=2, keep_every=6).steps() == [6, 12, 18, 20]
+    for name in ("step_100000000", "step_old", ".step_00000011.tmp", "steps"):
+        (tmp_path / "named" / name).mkdir(parents=True)
+    assert step_files.steps(tmp_path / "named") == [100_000_000]
+    assert saved(tmp_path / "a", 5, 10, 100, keep=2).steps() == [10, 100]
+    steps = range(2, 22, 2)
+    assert saved(tmp_path / "b", *steps, keep=2, keep_every=6).steps() == [6, 12, 18, 20]
 
 
 def finished(folder: Path, *steps: int, counts: dict[str, int]) -> Path:
@@ -295,17 +221,10 @@ def test_a_kill_while_old_steps_are_removed_loses_nothing(tmp_path: Path, moment
     assert files(folder) == ["step_00000009"]
 
 
-def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None:
-    for name in ("step_00000010", "step_100000000", "step_old", ".step_00000011.tmp", "steps"):
-        (tmp_path / name).mkdir()
-    assert step_files.steps(tmp_path) == [10, 100_000_000]
-
-
 # --- killed saves ------------------------------------------------------------------------------
 
 MOMENTS: dict[str, Any] = {
     "write": (step_files, "write"),
-    "record": (step_files.files, "record_of"),
     "publish": (step_files.files, "write_json"),
     "rename": (os, "rename"),
     "remove": (step_files.shutil, "rmtree"),
@@ -314,13 +233,7 @@ MOMENTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("moment", "left", "asynchronous"),
-    [
-        ("write", 3, True),
-        ("record", 3, True),
-        ("publish", 3, False),
-        ("rename", 3, True),
-        ("remove", 4, False),
-    ],
+    [("write", 3, True), ("publish", 3, False), ("rename", 3, True), ("remove", 4, False)],
 )
 def test_a_killed_save_leaves_a_whole_checkpoint(
     tmp_path: Path, moment: str, left: int, asynchronous: bool
@@ -351,9 +264,7 @@ BAD_LIST = "state.json is missing or damaged"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data cut short": (lambda p: os.truncate(p / "__0_0.distcp", 100), "has 100 bytes, not"),
     "data gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
     "list gone": (lambda p: (p / "state.json").unlink(), BAD_LIST),
-    "list cut short": (lambda p: os.truncate(p / "state.json", 40), BAD_LIST),
     "list of nothing": (lambda p: (p / "state.json").write_text("[]"), BAD_LIST),
 }
 
@@ -376,38 +287,11 @@ def test_the_one_before_is_used_instead_of_a_damaged_one(
     assert_same(target, Source(4))
     (line,) = warnings_of(caplog)
     assert "step 8 (" in line and what in line and "step 6 (" in line and "using step 4" in line
-    assert files(tmp_path) == [
-        ".damaged_step_00000006",
-        ".damaged_step_00000008",
-        "step_00000004",
-    ]
+    assert files(tmp_path) == [".damaged_step_00000006", ".damaged_step_00000008", "step_00000004"]
     caplog.clear()
     assert saved(tmp_path, 6, 8, keep=2).steps() == [6, 8]
     assert len(files(tmp_path)) == 4  # the damaged ones are neither counted nor removed
     assert Checkpoints(tmp_path, CheckpointConfig()).resume(target) == 8 and not warnings_of(caplog)
-
-
-def test_a_second_damage_of_a_step_does_not_overwrite_the_first(tmp_path: Path) -> None:
-    for _ in range(2):
-        saved(tmp_path, 4, 8)
-        (tmp_path / "step_00000008" / "state.json").unlink()
-        Checkpoints(tmp_path, CheckpointConfig()).resume(Source(1))
-    assert files(tmp_path)[:2] == [".damaged_step_00000008", ".damaged_step_00000008_2"]
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
-    saved(tmp_path, 4, 8)
-    for step in (4, 8):
-        os.truncate(tmp_path / f"step_{step:08d}" / "__0_0.distcp", 100)
-    for _ in range(2):  # nor at the next start
-        target = Source(1)
-        with pytest.raises(RuntimeError, match="no intact checkpoint is left") as caught:
-            Checkpoints(tmp_path, CheckpointConfig()).resume(target)
-        assert "step_00000004" in str(caught.value) and "\n" not in str(caught.value)
-        assert_same(target, Source(1))
-    for path in tmp_path.iterdir():
-        shutil.rmtree(path)
-    assert Checkpoints(tmp_path, CheckpointConfig()).resume(target) == 0
 
 
 @pytest.mark.parametrize(
@@ -440,7 +324,6 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     owner: Any = {
         "data": (step_files, "write"),
-        "records": (step_files.files, "record_of"),
         "list": (step_files.files, "write_json"),
         "rename": (step_files.os, "rename"),
         "folder": (Path, "mkdir"),
@@ -448,8 +331,10 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*owner, full)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("where", ["data", "records", "list", "rename", "folder"])
+@pytest.mark.parametrize(
+    ("where", "asynchronous"),
+    [("data", True), ("list", False), ("rename", True), ("folder", False)],
+)
 def test_a_failed_save_stops_with_one_line(tmp_path: Path, where: str, asynchronous: bool) -> None:
     saved(tmp_path, 3, keep=1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, asynchronous=asynchronous))
@@ -476,39 +361,13 @@ def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.M
         Checkpoints(tmp_path, CheckpointConfig(keep=1)).save(3, Source(3))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("name", ["model.wide", "optimizer.tail.bias.exp_avg"])
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_what_is_not_finite_is_not_saved(
-    tmp_path: Path, name: str, bad: float, asynchronous: bool
-) -> None:
-    """The last finite step stays."""
-    checkpoints = saved(tmp_path, 3, keep=1, asynchronous=asynchronous)
-    spoiled = Source(4)
-    spoiled.state[name].view(-1)[-1] = bad
-    with pytest.raises(NotFinite, match=rf"\({name}\) is not finite after step 4") as caught:
-        checkpoints.save(4, spoiled)
-    assert caught.value.step == 4
-    checkpoints.wait()
-    assert files(tmp_path) == ["step_00000003"] and checkpoints.saved == 3
-    target = Source(1)
-    assert Checkpoints(tmp_path, CheckpointConfig(keep=1)).resume(target) == 3
-    assert_same(target, Source(3))
-
-
 # --- the mirror --------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["folder", "s3"])
-def mirror(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """Returns an empty mirror: a folder, or one of an object store."""
-    if request.param == "folder":
-        yield str(tmp_path / "mirror")
-    else:
-        with s3_bucket(monkeypatch) as bucket:
-            yield f"s3://{bucket.name}/runs/mine"
+@pytest.fixture
+def mirror(tmp_path: Path) -> str:
+    """Returns an empty mirror."""
+    return str(tmp_path / "mirror")
 
 
 def store_of(mirror: str) -> Any:
@@ -520,15 +379,21 @@ def names_at(mirror: str) -> list[str]:
     return sorted({path.partition("/")[0] for path in paths})
 
 
-def test_a_fresh_disk_gets_the_newest_of_the_mirror(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mirror: str
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_a_fresh_disk_gets_the_newest_of_the_mirror_in_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    saved(tmp_path / "a", *range(2, 14, 2), keep=2, keep_every=4, mirror=mirror)
-    assert names_at(mirror) == [f"step_{step:08d}" for step in (4, 8, 10, 12)]
-    target = Source(1)
-    fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=mirror))
-    assert fresh.resume(target) == 12
-    fresh.wait()  # no round goes on when the store is closed
+    if kind == "folder":  # a store takes no part below 5 MiB
+        monkeypatch.setattr("mclclip.checkpoint.mirror.BLOCK_BYTES", 100)
+    with s3_bucket(monkeypatch) if kind == "s3" else nullcontext() as bucket:
+        mirror = f"s3://{bucket.name}/runs/mine" if bucket else str(tmp_path / "mirror")
+        target = Source(1)
+        fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=mirror))
+        assert fresh.resume(target) == target.loads == 0 and not (tmp_path / "b").exists()
+        saved(tmp_path / "a", *range(2, 14, 2), keep=2, keep_every=4, mirror=mirror)
+        assert names_at(mirror) == [f"step_{step:08d}" for step in (4, 8, 10, 12)]
+        assert fresh.resume(target) == 12
+        fresh.wait()  # no round goes on when the store is closed
     assert_same(target, Source(12))
     (line,) = warnings_of(caplog)
     assert "no checkpoint here, using step 12 of the mirror" in line
@@ -552,13 +417,6 @@ def test_a_damaged_copy_is_passed_over(
     assert_same(target, Source(4))
     (line,) = warnings_of(caplog)
     assert "step 2 (" in line and "step 6 (" in line and "using step 4 of the mirror" in line
-
-
-def test_leftovers_of_a_killed_copy_go_with_the_next(tmp_path: Path, mirror: str) -> None:
-    for name in ("step_00000003/.metadata", "notes.txt"):
-        obstore.put(store_of(mirror), name, b"")
-    saved(tmp_path / "a", 4, mirror=mirror)
-    assert names_at(mirror) == ["notes.txt", "step_00000004"]
 
 
 def test_a_failing_mirror_is_a_counted_warning(
@@ -633,22 +491,9 @@ def test_what_a_kill_leaves_of_a_file_in_a_folder_goes_with_the_next_round(tmp_p
     assert left == {"notes#1", "step_00000002", ".metadata", "__0_0.distcp", "state.json"}
 
 
-@pytest.mark.parametrize("block_bytes", [100, 1 << 24])
-def test_files_come_from_the_mirror_in_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    mirror, name = tmp_path / "mirror", "step_00000002/state.json"
-    saved(tmp_path / "a", 2, mirror=str(mirror))
-    monkeypatch.setattr("mclclip.checkpoint.mirror.BLOCK_BYTES", block_bytes)
-    fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=str(mirror)))
-    assert fresh.resume(Source(1)) == 2
-    assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
-
-
 @pytest.mark.parametrize(
     "url",
-    ["http://host/run", "ftp://host/run", "hf://datasets/a/b/run", "s3://b/run?sig=SECRET"]
-    + ["s3://user:SECRET@b/run", "file:///mnt/run", "file://host/run", "file:/mnt/run", ""],
+    ["http://host/run", "hf://datasets/a/b/run", "s3://user:SECRET@b/run", "file:///mnt/run", ""],
 )
 def test_a_mirror_that_cannot_be_written_to_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="mirror") as refused:

@@ -92,13 +92,14 @@ def test_the_bias_in_a_file_of_weights_chooses_the_loss(tmp_path: Path) -> None:
         assert settled.train.objective.kind == kind
 
 
-def test_what_cannot_be_is_one_line() -> None:
+def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pictures to train on: 99 .* at least 100"):
         choices.choose(situation(samples=99))
     with pytest.raises(ValueError, match="ViT-B-32 names no weights"):
         choices.choose(situation("ViT-B-32"))
-    small = Machine(memory_gib=0.001, elsewhere=True)
+    (tmp_path / "model.json").write_text(json.dumps(tiny.ONE_BLOCK))
+    small = Machine(memory_gib=0.0001, elsewhere=True)
     with pytest.raises(ValueError, match="base needs at least .* GiB of each GPU"):
-        choices.choose(situation("tiny_clip@random", 100, machine=small))
+        choices.choose(situation(f"{tmp_path}/model.json@random", 100, machine=small))
     with pytest.raises(ValueError, match="train.lrr"):
         choices.choose(situation("tiny_clip@random"), ["train.lrr=1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 from pathlib import Path
@@ -16,7 +15,6 @@ from pydantic.dataclasses import is_pydantic_dataclass
 import mclclip
 from mclclip import config
 from mclclip.config import Config, explaining, load
-from mclclip.models.options import LockConfig
 from mclclip.util.shipped import RECIPES, recipe_names
 
 
@@ -46,10 +44,18 @@ def test_only_the_run_directory_is_required() -> None:
 
 def test_a_file_and_overrides_of_it(tmp_path: Path) -> None:
     path = write(tmp_path, "run_dir: a\ntrain: {lr: 0.1, global_batch: 64}\n")
-    read = load(path, ["train.lr=1e-4", "base.lr=0.5", "num_stages=2", "run_dir=b"])
+    read = load(
+        path, ["train.lr= 1e-4 ", "base.lr=0.5", "num_stages=1", "num_stages=2", "run_dir=b"]
+    )
     assert read.run_dir == "b" and read.num_stages == 2
     assert read.train.lr == 1e-4 and read.train.global_batch == 64  # its neighbour stays
     assert read.base is not None and read.base.lr == 0.5
+    assert load(write(tmp_path, "# nothing\n"), ["run_dir=a"]).run_dir == "a"
+    typed = ["train.clip_grad_norm=null", "train.lock.image_blocks=all", "train.betas=[0.5, 0.25]"]
+    read = load(None, ["run_dir='a #b'", "seed=0x10", "data.sources={x: {shards: y}}", *typed])
+    assert read.train.clip_grad_norm is None and read.train.lock.image_blocks == "all"
+    assert (read.run_dir, read.seed, read.train.betas) == ("a #b", 16, (0.5, 0.25))
+    assert read.data.sources["x"].shards == "y"
 
 
 def test_an_override_changes_one_of_two_that_share_an_anchor(tmp_path: Path) -> None:
@@ -67,27 +73,13 @@ def test_an_override_changes_one_of_two_that_share_an_anchor(tmp_path: Path) -> 
     assert (changed.base.objective.kind, changed.train.objective.kind) == ("nt_xent", "ifm")
 
 
-def test_the_last_override_counts() -> None:
-    assert load(None, ["run_dir=a", "seed=1", "seed=2"]).seed == 2
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("data.sources.cc.shards=/d/{000..009}.tar", "/d/{000..009}.tar"),
-        ("data.sources.cc.shards=[a.tar, b.tar]", ["a.tar", "b.tar"]),
-        ("data.sources.cc.shards=/d/x=1.tar", "/d/x=1.tar"),
-        ("data.sources.cc.shards='@list'", "@list"),
-    ],
-)
-def test_shards_are_written_as_they_are_meant(override: str, expected: object) -> None:
-    assert load(None, ["run_dir=a", override]).data.sources["cc"].shards == expected
-
-
-def test_null_and_unions() -> None:
-    read = load(None, ["run_dir=a", "train.clip_grad_norm=null", "train.lock.image_blocks=all"])
-    assert read.train.clip_grad_norm is None and read.train.lock.image_blocks == "all"
-    assert load(None, ["run_dir=a", "train.lock.image_blocks=6"]).train.lock.image_blocks == 6
+def test_shards_are_written_as_they_are_meant() -> None:
+    for typed, expected in {
+        "/d/{000..009}.tar": "/d/{000..009}.tar", "[a.tar, b.tar]": ["a.tar", "b.tar"],
+        "/d/x=1.tar": "/d/x=1.tar", "'@list'": "@list",
+    }.items():  # fmt: skip
+        read = load(None, ["run_dir=a", f"data.sources.cc.shards={typed}"])
+        assert read.data.sources["cc"].shards == expected
 
 
 def test_a_dump_is_the_same_configuration(tmp_path: Path) -> None:
@@ -96,17 +88,7 @@ def test_a_dump_is_the_same_configuration(tmp_path: Path) -> None:
     text = config.dump(read)
     assert load(write(tmp_path, text)) == read
     assert config.dump(load(write(tmp_path, text))) == text
-
-
-def test_the_dump_names_every_option() -> None:
-    dumped = yaml.safe_load(config.dump(load(None, ["run_dir=a"])))
-    assert list(dumped) == [item.name for item in dataclasses.fields(Config)]
-    lock = [item.name for item in dataclasses.fields(LockConfig)]
-    assert list(dumped["train"]["lock"]) == lock
-
-
-def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
-    assert load(write(tmp_path, "# nothing\n"), ["run_dir=a"]).run_dir == "a"
+    assert list(yaml.safe_load(text)) == [item.name for item in dataclasses.fields(Config)]
 
 
 # --- mistakes ----------------------------------------------------------------------------------
@@ -116,11 +98,8 @@ def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
     ("override", "unknown", "near"),
     [
         ("trian.lr=1", "trian", "train"),
-        ("train.globalbatch=1", "train.globalbatch", "train.global_batch"),
-        ("base.lock.image_block=1", "base.lock.image_block", "base.lock.image_blocks"),
         ("data.sources.cc.shard=a", "data.sources.cc.shard", "data.sources.cc.shards"),
         ("eval.suite.m.knd=mmvp", "eval.suite.m.knd", "eval.suite.m.kind"),
-        ("train.batch_size=1", "train.batch_size", "train.global_batch"),
         ("base.learning_rate=1", "base.learning_rate", "base.lr"),
         ("eval.num_workers=1", "eval.num_workers", "data.num_workers"),
     ],
@@ -137,13 +116,9 @@ def test_an_unknown_option_is_named_with_the_nearest(
     ("override", "parts"),
     [
         ("train.lr=fast", ["'train.lr'", "'fast'", "number"]),
-        ("train.global_batch=1.5", ["'train.global_batch'", "1.5", "integer"]),
         ("train.plan.policy=dorp", ["'train.plan.policy'", "'dorp'", "'drop', 'backoff'"]),
         ("train.lock.image_blocks=five", ["'train.lock.image_blocks'", "'five'", "integer"]),
-        ("device=gpu", ["'device'", "'gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("controls=[ungruped]", ["'controls.0'", "'ungruped'", "'ungrouped'"]),
-        ("train.engine.name=zero", ["'train.engine.name'", "'zero'", "'ddp'"]),
-        ("train.engine.micro_batch=0", ["'train.engine.micro_batch'", "0"]),
         ("train=5", ["'train'", "5", "dictionary"]),
         ("eval.suite.m.kind=mmvp", ["'eval.suite.m.path' is required"]),
         ("controls=[ungrouped, ungrouped]", ["'controls'", "each of them once"]),
@@ -158,8 +133,6 @@ def test_a_wrong_value_is_named_with_its_path(override: str, parts: list[str]) -
     ("override", "message"),
     [
         ("seed", "got the override 'seed', expected key.path=value"),
-        ("=5", "got the override '=5', expected key.path=value"),
-        ("train.steps=", "'train.steps=' has no value"),
         ("train.steps= ", "has no value"),
         ("run_dir.a=1", "'run_dir' holds a value, not options"),
         ("train.lr=[1", "override 'train.lr=\\[1' is not valid YAML"),
@@ -193,19 +166,11 @@ def test_a_recipe_is_found_by_name_and_a_file_wins(
     assert load("lit").run_dir == "mine"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("- a\n- b\n", "holds list, expected a mapping"), ("train: [\n", "is not valid YAML")],
-)
-def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
-    line = mistake(write(tmp_path, text))
-    assert "config.yaml" in line and message in line
-
-
 def test_yaml_cannot_run_code(tmp_path: Path) -> None:
     path = write(tmp_path, f"run_dir: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n")
-    assert "is not valid YAML" in mistake(path)
+    assert "config.yaml" in mistake(path) and "is not valid YAML" in mistake(path)
     assert not (tmp_path / "made").exists()
+    assert "holds list, expected a mapping" in mistake(write(tmp_path, "- a\n- b\n"))
 
 
 # --- every option ------------------------------------------------------------------------------
@@ -217,29 +182,6 @@ PACKAGE = Path(mclclip.__file__).parent
 def modules() -> list[Path]:
     """Every file of the package; ``eval`` is a link, which a search does not follow."""
     return sorted(p for top in (PACKAGE, PACKAGE / "eval") for p in top.rglob("*.py"))
-
-
-def option_classes() -> list[ast.ClassDef]:
-    """Every class of options that a configuration is made of."""
-    return [
-        node
-        for path in modules()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
-        if any("checked_dataclass" in ast.unparse(each) for each in node.decorator_list)
-    ]
-
-
-@pytest.mark.parametrize("node", option_classes(), ids=lambda node: node.name)
-def test_every_option_is_explained(node: ast.ClassDef) -> None:
-    """Each class has a docstring, and so has each field, except one that is options itself."""
-    assert ast.get_docstring(node)
-    for item, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(item, ast.AnnAssign):
-            continue
-        annotation = ast.unparse(item.annotation)
-        explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        assert explained or annotation.endswith("Config"), ast.unparse(item.target)
 
 
 EVERY = list(explaining.options())
@@ -273,35 +215,21 @@ def test_defaults_that_are_explained_are_those_of_a_configuration() -> None:
     assert compared > 100
 
 
-@pytest.mark.parametrize(
-    ("key", "keys"),
-    [
-        ("train.checkpoint.ke", ["train.checkpoint.keep", "train.checkpoint.keep_every"]),
-        ("data.sources.cc12m.shards", ["data.sources.NAME.shards"]),
-        ("betas", ["base.betas", "train.betas"]),
-    ],
-)
-def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys(
-    key: str, keys: list[str]
-) -> None:
-    blocks = explaining.explain(key).split("\n\n")
-    assert [block.split()[0] for block in blocks] == keys
-    assert all(len(line) <= 80 for block in blocks for line in block.splitlines())
-
-
-def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("run_dir: x\neval: {suite: {coco: {kind: retrieval, path: y}}}\n")
-    assert list(config.load(recipe).eval.suite) == ["coco"]
-    assert config.load(recipe, ["eval.suite.coco=null"]).eval.suite == {}
+def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys() -> None:
+    for key, keys in {
+        "train.checkpoint.ke": ["train.checkpoint.keep", "train.checkpoint.keep_every"],
+        "data.sources.cc12m.shards": ["data.sources.NAME.shards"],
+        "betas": ["base.betas", "train.betas"],
+    }.items():
+        blocks = explaining.explain(key).split("\n\n")
+        assert [block.split()[0] for block in blocks] == keys
+        assert all(len(line) <= 80 for block in blocks for line in block.splitlines())
 
 
 # --- values as they are typed, and bounds ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "typed", ["runs/exp #2", "a: b", "*x", "@x", "- x", "& x", "!!int 5", "x "]
-)
+@pytest.mark.parametrize("typed", ["runs/exp #2", "a: b", "*x", "!!int 5", "x "])
 def test_a_text_is_taken_as_it_stands(typed: str) -> None:
     assert load(None, [f"run_dir={typed}"]).run_dir == typed
 
@@ -313,6 +241,7 @@ def test_a_path_of_any_option_may_begin_at_home(tmp_path: Path, monkeypatch: Any
         "run_dir: ~/run\ndata: {sources: {a: {shards: [~/a/*.tar, b.tar]}}}\n"
         "eval: {suite: {coco: {kind: retrieval, path: ~/coco}}}\n"
     )
+    assert load(recipe, ["eval.suite.coco=null"]).eval.suite == {}
     loaded = load(recipe, ["model.image_weights=~/x.safetensors"])
     assert loaded.run_dir == f"{tmp_path}/run"
     assert loaded.eval.suite["coco"].path == f"{tmp_path}/coco"
@@ -320,28 +249,15 @@ def test_a_path_of_any_option_may_begin_at_home(tmp_path: Path, monkeypatch: Any
     assert loaded.model.image_weights == f"{tmp_path}/x.safetensors"
 
 
-def test_lists_and_mappings_of_an_override_are_yaml() -> None:
-    read = load(
-        None, ["run_dir='a #b'", "train.betas=[0.5, 0.25]", "data.sources={x: {shards: y}}"]
-    )
-    assert read.run_dir == "a #b" and read.train.betas == (0.5, 0.25)
-    assert read.data.sources["x"].shards == "y"
-    assert load(None, ["run_dir=x", "train.lr= 1e-4 ", "wall_time_s=null"]).train.lr == 1e-4
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("run_dir=a\nb", "has a line break: write the value in one line"),
-        ("run_dir=a\r", "has a line break"),
         ('run_dir="a" # b', "has '# b' behind its value: leave it out"),
         ("train.betas=[0.5, 0.25] # b", "has '# b' behind its value: leave it out"),
         ("seed=010", "has 010 in line 1, which YAML 1.1 reads as 8: write 8 if you mean it, or"),
         ("seed=1:30", "has 1:30 in line 1, which YAML 1.1 reads as 90"),
-        ("train.lr=1:30.5", "has 1:30.5 in line 1, which YAML 1.1 reads as 90.5"),
-        ("seed=0o10", "option 'seed', got '0o10'"),
         ("export.soup=off", "which YAML 1.1 reads as false: write false if you mean it, or 'off'"),
-        ("run_dir=yes", "which YAML 1.1 reads as true: write true if you mean it, or 'yes' in quo"),
         ("run_dir=2024", "option 'run_dir', got 2024: wanted a text: put it in quotes"),
         ("train.lock.image_blocks=true", "option 'train.lock.image_blocks', got True: wanted a nu"),
         ("train.betas=[0.5, false]", "option 'train.betas.1', got False: wanted a number"),
@@ -349,12 +265,6 @@ def test_lists_and_mappings_of_an_override_are_yaml() -> None:
 )
 def test_a_value_that_may_mean_something_else_is_refused(override: str, message: str) -> None:
     assert message in mistake(None, override)
-
-
-def test_numbers_that_people_read_alike_are_taken() -> None:
-    assert load(None, ["run_dir=x", "seed=1_000"]).seed == 1000
-    assert load(None, ["run_dir=x", "seed=0x10"]).seed == 16
-    assert load(None, ["run_dir=x", "seed=0"]).seed == 0
 
 
 def option_types() -> dict[str, Any]:
@@ -404,14 +314,8 @@ def test_every_number_has_a_bound() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "train.lr=-1", "train.lr=0", "train.lr=.inf", "train.lr=.nan", "train.warmup=1.5",
-        "train.weight_decay=-0.1", "train.betas=[0.9, 1.0]", "train.eps=0", "train.momentum=1",
-        "train.ema_decay=1", "train.ema_decay=0", "train.clip_grad_norm=-1",
-        "num_stages=99999999999999999999", "seed=9223372036854775808",
-        "train.parameters=[{match: a, layer_decay: 1.5}]",
-        "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
-    ],
+    ["train.lr=0", "train.lr=.inf", "train.lr=.nan", "train.warmup=1.5", "train.eps=0",
+     "seed=9223372036854775808", "train.parameters=[{match: a, layer_decay: 1.5}]"],
 )  # fmt: skip
 def test_a_number_out_of_its_bounds_is_refused(override: str) -> None:
     name = override.partition("=")[0]

@@ -23,10 +23,8 @@ def load(*overrides: str) -> config.Config:
 @pytest.mark.parametrize(
     "name",
     [
-        "RN50-quickgelu",
         "ViT-B-32",
         CONFIGS / "tiny_resnet.json",
-        CONFIGS / "tiny_vit.json",
         {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 32}},
         {"vision_cfg": {"backbone": "mclclip:small_conv", "image_size": 32}},
     ],
@@ -50,11 +48,8 @@ def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
         "hf-hub:some/model",
         {"embed_dim": 8, "vision_cfg": {"timm_model_name": "no_such"}, "text_cfg": {}},
         "no-such-model",
-        {},
         {"vision_cfg": {"layers": "many"}},
-        {"vision_cfg": {"layers": True}},
         {"model_cfg": [1]},
-        "a" * 5000,
     ],
 )
 def test_what_is_not_known_here_is_left_to_the_loader(name: Any) -> None:

@@ -19,32 +19,20 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 9)}]}}\n"
-    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
 CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 300))
 
 BAD_YAML = {
     "billion_laughs": (LAUGHS, "stands for more than 100,000 values"),
-    "billion_laughs_by_merging": (MERGES, "stands for more than 100,000 values"),
     "deep_list": ("[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
-    "deep_blocks": ("".join(" " * n + "a:\n" for n in range(5000)), "deeper than 64 levels"),
     "deep_by_aliases": (CHAIN, "nested deeper than 64 levels"),
     "contains_itself": ("a: 1\nb: &b [1, *b]\n", "contains itself, which begins in line 2"),
     "key_of_itself": ("&a {*a : 1}", "contains itself"),
     "key_twice": ("lr: 1\nseed: 2\nlr: 3\n", "the key 'lr' twice, in line 1 and in line 3: keep"),
-    "nested_key_twice": ("x: [{lr: 1, lr: 2}]", "the key 'lr' twice, in line 1 and in line 1"),
-    "quoted_key_twice": ("lr: 1\n'lr': 2\n", "the key 'lr' twice, in line 1 and in line 2"),
     "number_of_a_hundred_thousand_digits": ("a: " + "9" * 100_000, "a number of 100000 digits"),
     "number_to_the_base_60": ("a: 1" + ":59" * 30_000, "a number of 90001 digits"),
     "tag_of_python": ("!!python/object/apply:os.system [ls]", "is not valid YAML"),
-    "wrong_number": ('!!int ""', "is not valid YAML"),
-    "wrong_truth": ("!!bool maybe", "is not valid YAML"),
     "set": ("!!set {a, b}", "is not valid YAML"),
-    "open_list": ("[1,\n2", "is not valid YAML"),
     "bytes": (b"\xff\xfe\xff", "is not valid YAML"),
-    "control_characters": ("a: \x00", "is not valid YAML"),
 }
 
 
@@ -82,12 +70,11 @@ def test_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_yaml(path)
 
 
-@pytest.mark.parametrize("where", ["model.name", "train", "eval.suite.x.options"])
-def test_no_option_takes_a_billion_values(tmp_path: Path, where: str) -> None:
+def test_no_option_takes_a_billion_values(tmp_path: Path) -> None:
     lines = LAUGHS.splitlines()
     flow = "{" + ", ".join(lines) + "}"
     with pytest.raises(ValueError, match="stands for more than"):
-        config.load(None, ["run_dir=x", f"{where}={flow}"])
+        config.load(None, ["run_dir=x", f"eval.suite.x.options={flow}"])
     path = tmp_path / "laughs.yaml"
     path.write_text("run_dir: x\nmodel:\n  name:\n" + "".join(f"    {x}\n" for x in lines))
     with pytest.raises(ValueError, match="laughs.yaml stands for more than"):

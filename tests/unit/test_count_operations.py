@@ -27,12 +27,9 @@ GIVEN = ("base=null", MODEL, "train.lock.image_blocks=all")
     [
         ["train.lock.text=false"],
         ["train.engine.grad_checkpointing=true", "train.patch_dropout=0.5"],
-        ["train.precision=bf16", "train.parameters=[{match: 'image.*', lr_scale: 0}]"],
         ["train.lora={rank: 2}"],
         ["train.objective={kind: moco}"],
         ["train.objective={kind: feature_dropout}"],
-        ["train.objective={kind: preserve, exact: true}"],
-        [f"model.name={json.dumps(tiny.RESNET)}", "train.lock.image_blocks=2"],
     ],
     ids=lambda overrides: overrides[0].removeprefix("train."),
 )
@@ -73,15 +70,7 @@ def test_operations_follow_the_image_size() -> None:
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA L4", 121.0),
-        ("Unknown", None),
-    ],
+    [("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("Unknown", None)],
 )
 def test_the_peak_is_that_of_the_data_sheet(
     name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch

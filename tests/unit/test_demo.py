@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from mclclip.config import Config
 from mclclip.eval.results import Result
 from mclclip.verbs import demo
 
@@ -19,24 +17,6 @@ def test_settings_keep_seeds_apart_and_overrides_win() -> None:
     assert settled.data.sources["patterns"].shards == "out/data_3/shards/*.tar"
     assert settled.controls == ["ungrouped"]
     assert settled.num_stages == 3
-
-
-def test_the_short_form_is_one_small_stage_and_overrides_win(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: dict[str, Any] = {}
-
-    def note(settled: Config, context: object) -> Path:
-        seen["settled"] = settled
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo.method, "run", note)
-    monkeypatch.setattr(demo.make_dataset, "run", lambda *_, **sizes: seen.update(sizes))
-    with pytest.raises(KeyboardInterrupt):
-        demo.run(tmp_path, seeds=[2], overrides=["train.steps=3"], short=True)
-    settled = seen["settled"]
-    assert (settled.num_stages, settled.base.steps, settled.train.steps) == (1, 20, 3)
-    assert (seen["seed"], seen["num_samples"], seen["num_pairs"]) == (2, 1_200, 20)
 
 
 def test_seed_table_gives_mean_and_standard_deviation() -> None:

@@ -18,15 +18,12 @@ from mclclip.data.datasets.patterns import draw_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.engines.build import choose_compile
 from mclclip.models.loading import load_towers
-from mclclip.models.memory import StepMeter
 from mclclip.models.model import Model
 from mclclip.models.transforms import PixelTransform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import RunPaths
-from mclclip.util.remake import Remake
-from mclclip.verbs import embed, embed_passes, export, index
+from mclclip.verbs import embed, export, index
 from tests import tiny
 
 BROKEN = {5, *range(24, 27)}  # one of a batch, and a whole last batch
@@ -70,9 +67,8 @@ def rows_of(config: Config) -> list[np.ndarray]:
     return [np.load(path) for path in sorted(folder.glob("*.npy"))]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_rows_are_those_of_open_clips_transform_to_the_bit(
-    started: Path, tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+    started: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device gets bytes and normalises them. Zeros stand for what cannot be decoded."""
     sent: list[Tensor] = []
@@ -83,7 +79,7 @@ def test_rows_are_those_of_open_clips_transform_to_the_bit(
         return to_floats(self, views)
 
     monkeypatch.setattr(PixelTransform, "to_floats", record)
-    found = embedded(started, tmp_path, f"data.num_workers={num_workers}")
+    found = embedded(started, tmp_path, "data.num_workers=1")
     assert {views.dtype for views in sent} == {torch.uint8, torch.float32}  # floats: no picture
     config = options(tmp_path)
     model = load_towers(RunPaths.of(config).export(0)).eval()
@@ -143,56 +139,6 @@ def test_shards_of_any_length_are_compiled_for_once(
     assert graphs.count == 1
     for rows, wanted in zip(compiled, plain, strict=True):
         np.testing.assert_allclose(rows, wanted, rtol=0, atol=1e-6)
-
-
-def test_a_pass_that_is_resumed_compiles_for_the_same_batches(
-    started: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As do ranks, which reach the shards in another order."""
-    sizes: list[int] = []
-    encode = Model.encode_image
-
-    def record(self: Model, images: Tensor, normalize: bool = False) -> Tensor:
-        sizes.append(len(images))
-        return encode(self, images, normalize)
-
-    monkeypatch.setattr(Model, "encode_image", record)
-    monkeypatch.setattr(Model, "compile_blocks", lambda self: None)
-    whole = embedded(started, tmp_path, "embed.compile=model")
-    folder = RunPaths.of(options(tmp_path)).embeddings(0)
-    for lost in ("manifest.json", "00000.json", "00000.npy"):  # the longest shard stays
-        (folder / lost).unlink()
-    assert sizes == [1, *[7] * 6]  # 1: its operations are counted
-    sizes.clear()
-    config = options(tmp_path, "embed.compile=model")
-    embed.run(config, SINGLE, stage=0, force=Remake.NOTHING)
-    assert sizes == [1, *[7] * 4]
-    assert all(map(np.array_equal, rows_of(config), whole))
-
-
-def test_auto_counts_the_operations_of_the_whole_pass(
-    started: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    """Not those of a rank, nor of what a killed pass has left."""
-    counted: list[float] = []
-
-    def choose(how: Any, device: torch.device, blocks: Any, operations: float) -> str:
-        counted.append(operations)
-        for of_pass, wanted in ((1e18, "model"), (1e16, "none")):
-            assert choose_compile(how, torch.device("cuda"), blocks, of_pass, True) == wanted
-        return choose_compile(how, device, blocks, operations)
-
-    monkeypatch.setattr(embed_passes, "choose_compile", choose)
-    embedded(started, tmp_path)
-    folder = RunPaths.of(options(tmp_path)).embeddings(0)
-    for lost in ("manifest.json", "00001.json", "00001.npy"):
-        (folder / lost).unlink()
-    embed.run(options(tmp_path), SINGLE, stage=0)
-    model = load_towers(RunPaths.of(options(tmp_path)).export(0))
-    with torch.no_grad(), StepMeter() as meter:
-        model.encode_image(torch.zeros(1, *model.image_shape))
-    assert counted == [NUM_SAMPLES * meter.operations] * 2 and meter.operations > 0
-    assert graphs.count == 0  # a CPU
 
 
 def test_a_teacher_and_image_rows_are_compiled_too(

@@ -115,10 +115,9 @@ def copied(made: Config, data: Path, root: Path, *more: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("model", "blocks", "shape"),
-    kept([(None, 1, (17, 32)), (RESNET, 3, (128, 4, 4))], 0),
+    ("model", "blocks", "shape", "dtype"),
+    kept([(None, 1, (17, 32), "float16"), (RESNET, 3, (128, 4, 4), "float32")], 0),
 )
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rows_are_the_output_of_the_frozen_blocks(
     data: Path, tmp_path: Path, model: str | None, blocks: int, shape: tuple[int, ...], dtype: str
 ) -> None:
@@ -170,7 +169,7 @@ def test_everything_after_it_is_as_from_images(made: Config, data: Path, tmp_pat
             ["train.cached_text=false"],
             ["train.start=previous", "num_stages=2"],
             ["data.verify=full"],
-        ],
+        ]
     ),
     ids=str,
 )
@@ -232,7 +231,8 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
     (found, other) = read(config, rows, [5, 6])
     assert found == BadSample(5, "no_row") and isinstance(other, Sample)
     assert not embeddings(config, 0)[5].any()
-    trained(config)
+    cluster.run(config, SINGLE, stage=0)
+    train.run(config, SINGLE, stage=1)
     record = read_manifest(RunPaths.of(config).image_rows, "image_rows")
     assert record.counts["bad_samples"] == 1
     path.write_bytes(whole)
@@ -242,22 +242,6 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
     embed.run(config, SINGLE, stage=0, force=Remake.ALL)
     assert not len(rows_of(config).without)
     assert 5 not in SampleIndex.open(RunPaths.of(config).index).bad_ids()
-
-
-def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
-    made: Config, data: Path, tmp_path: Path
-) -> None:
-    config = copied(made, data, tmp_path)
-    cluster.run(config, SINGLE, stage=0)
-    path = rows_of(config).directory / "00000.npy"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    with pytest.raises(RuntimeError, match=r"00000.npy is damaged \(it has .* were written\): run"):
-        train.run(config, SINGLE, stage=1)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"no .*00000.npy: run 'mclclip embed"):
-        train.run(config, SINGLE, stage=1)
-    assert not RunPaths.of(config).train(1).exists()
 
 
 def test_other_blocks_or_other_weights_are_refused(
@@ -307,17 +291,23 @@ def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -
     on = options(tmp_path / "run", data, ON)
     with pytest.raises(FileNotFoundError, match="no finished image_rows .* --image-rows' first"):
         train.run(on, SINGLE, stage=1)
-    # Artifacts of runs that never had it keep their identity.
-    path = train.run(config, SINGLE, stage=1)
-    for directory, kind in ((RunPaths.of(config).embeddings(0), "embeddings"), (path, "train")):
-        assert "image_rows" not in read_manifest(directory, kind).inputs
 
 
-def test_a_value_that_float16_does_not_hold_is_told(
+def test_what_cannot_be_is_told_before_a_row(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Among it blocks of which it is not known with the options that none is frozen."""
     config = options(tmp_path / "run", data, "image_rows.enabled=true")
     start(config)
+    later = f"model={{name: local-dir:{tmp_path}/later}}"
+    all_blocks = options(tmp_path / "run", data, ON, "train.lock.image_blocks=3", later)
+    with pytest.raises(ValueError, match="train.lock.image_blocks=3, which freezes no block"):
+        embed.run(all_blocks, SINGLE, stage=0)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+        with pytest.raises(ValueError, match="image rows needs about .* GiB, the disk .* free"):
+            embed.run(config, SINGLE, stage=0)
     forward = embed.forward
 
     def large(*given: Any) -> torch.Tensor:
@@ -327,28 +317,3 @@ def test_a_value_that_float16_does_not_hold_is_told(
     with pytest.raises(ValueError, match="float16 does not hold: set image_rows.dtype=float32"):
         embed.run(config, SINGLE, stage=0)
     assert not [*RunPaths.of(config).image_rows.rglob("*.npy")]
-
-
-# --- options -------------------------------------------------------------------------------------
-
-
-def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path: Path) -> None:
-    """Where the number of blocks is not known with the options, it is told before a row."""
-    plain = options(tmp_path / "run", data)
-    start(plain)
-    all_blocks = "train.lock.image_blocks=3"
-    later = f"model={{name: local-dir:{tmp_path}/later}}"
-    config = options(tmp_path / "run", data, ON, all_blocks, later)
-    with pytest.raises(ValueError, match="train.lock.image_blocks=3, which freezes no block"):
-        embed.run(config, SINGLE, stage=0)
-
-
-def test_a_disk_without_room_is_told_before_a_row(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = options(tmp_path / "run", data, ON)
-    start(config)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(ValueError, match="image rows needs about .* GiB, the disk .* free"):
-        embed.run(config, SINGLE, stage=0)

@@ -10,8 +10,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("name", ["stop", "save_now"])
+@pytest.mark.parametrize(("name", "inside"), [("stop", True), ("save_now", False)])
 def test_a_folder_of_that_name_is_a_request(tmp_path: Path, name: str, inside: bool) -> None:
     """It is answered once, also where it cannot be removed."""
     (tmp_path / name).mkdir()

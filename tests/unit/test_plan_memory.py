@@ -13,10 +13,9 @@ import pytest
 
 from mclclip import config
 from mclclip.plan import memory
-from mclclip.verbs import plan
 from mclclip.verbs.plan import Machine
 from tests import tiny
-from tests.matrix import in_soak, kept
+from tests.matrix import kept
 from tests.plans import recipe
 
 GIB = 2**30
@@ -78,22 +77,3 @@ def test_ranks_share_class_centers_and_save_them_whole() -> None:
     products = 4 * 2 * 32_800 * 1_250 * 512
     assert shared["operations"]["loss"] == pytest.approx(products, rel=0.05)
     assert alone["operations"]["loss"] == pytest.approx(80 * products, rel=0.05)
-
-
-@in_soak
-def test_every_negative_that_is_drawn_has_a_gradient() -> None:
-    few, many = head(80), head(80, "train.objective.sample_rate=1.0")
-    assert many["parts"]["loss"] - few["parts"]["loss"] > 0.7 * 12_500 * 512 * 4
-
-
-@in_soak
-def test_a_head_that_does_not_fit_names_the_objective() -> None:
-    options = config.load(LAION, ["cluster.num_clusters=20000000", "train.global_batch=256"])
-    made = memory.measure(options, "train", options.train, Machine())
-    with pytest.raises(ValueError, match="the biggest part is objective.*use more GPUs"):
-        memory.check(made, "train", Machine(1, 1, 80.0))
-
-
-def test_more_classes_than_samples() -> None:
-    with pytest.raises(ValueError, match="num_clusters=1,000,000 is more than the index's 500,000"):
-        plan.compute(config.load(LAION), Machine(10, 8), 500_000)

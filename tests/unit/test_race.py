@@ -47,6 +47,7 @@ def test_every_shipped_remedy_is_a_run_of_the_demo_at_equal_cost() -> None:
 
 
 def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
+    assert [one.name for one in choose_remedies(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
     own = Race("demo", choose_remedies(["wise", "ifm"]))
     assert [one.name for one in own.remedies] == ["ungrouped", "wise", "ifm"]
     assert [one.name for one in own.trained] == ["ungrouped", "ifm"]
@@ -54,10 +55,6 @@ def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
     assert own.folder(wise, 1) == own.folder(control, 1) != own.folder(ifm, 1)
     assert own.encoder(wise) == "control_ungrouped_soup_uniform"
     assert own.encoder(control) == "control_ungrouped_concat_stage_norm"
-
-
-def test_the_method_runs_first_and_the_control_is_always_there() -> None:
-    assert [one.name for one in choose_remedies(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
 
 
 def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
@@ -84,13 +81,9 @@ def test_two_files_have_no_remedy_of_one_name(tmp_path: Path) -> None:
     assert found["ifm"].label == f"remedy 'ifm' of {one}" and KNOWN["ifm"].label == "remedy 'ifm'"
     with pytest.raises(ValueError, match="other.sweep: a remedy is named 'low', as one of .*one.s"):
         choose_remedies([str(one), str(other)])
-
-
-def test_the_control_is_not_redefined(tmp_path: Path) -> None:
-    file = tmp_path / "mine.sweep"
-    file.write_text("ungrouped controls=[ungrouped] train.lr=1e-5\n")
+    one.write_text("ungrouped controls=[ungrouped] train.lr=1e-5\n")
     with pytest.raises(ValueError, match="a remedy is named 'ungrouped', which others are"):
-        choose_remedies([str(file)])
+        choose_remedies([str(one)])
 
 
 def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **more: object) -> str:
@@ -126,29 +119,19 @@ def test_a_remedy_that_the_objective_refuses_is_named(recipe: Path, tmp_path: Pa
     assert line.startswith("remedy 'sigmoid': ") and "reads captions" in line
 
 
-def test_steps_that_cannot_be_divided_are_refused(recipe: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_file_names_remedy_and_file(recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.sweep"
     file.write_text("three num_stages=3\n")
     line = refused(recipe, "train.steps=5", remedies=(str(file),))
     assert line.startswith(f"remedy 'three' of {file}: the 10 steps of all remedies cannot be div")
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
+    for option, words in (
         ("train.lrr=1", "unknown option 'train.lrr': did you mean 'train.lr'?"),
         ("train.objective.terms=[{", "is not valid YAML"),
-        ("num_stages=0", "at least one stage"),
         ("encoder=stage_9", "is judged by stage_9, which is not made"),
-    ],
-)
-def test_what_is_wrong_in_a_file_names_remedy_and_file(
-    recipe: Path, tmp_path: Path, option: str, words: str
-) -> None:
-    file = tmp_path / "own.sweep"
-    file.write_text(f"ok train.lr=1e-5\nbad {option}\n")
-    line = refused(recipe, remedies=(str(file),))
-    assert line.startswith(f"remedy 'bad' of {file}") and words in line
+    ):
+        file.write_text(f"ok train.lr=1e-5\nbad {option}\n")
+        line = refused(recipe, remedies=(str(file),))
+        assert line.startswith(f"remedy 'bad' of {file}") and words in line
 
 
 def test_a_run_is_not_mixed_with_a_race(prepared_run: Path, recipe: Path) -> None:
@@ -174,11 +157,7 @@ def test_a_base_that_differs_from_that_of_the_runs_is_refused(recipe: Path, tmp_
     files.write_json(own.record_path, own.record)
 
     def again(*words: str) -> Race:
-        return Race(
-            str(recipe),
-            choose_remedies(["mcl"]),
-            overrides=[f"run_dir={tmp_path / 'race'}", *words],
-        )
+        return Race(str(recipe), choose_remedies(["mcl"]), overrides=[*own.overrides, *words])
 
     again("data.num_workers=2", "train.checkpoint.every=5", "seed=3", "num_threads=2").check(SINGLE)
     with pytest.raises(ValueError, match=r"another base configuration: train.lr was 0.001, now"):

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from mclclip.util.randomness import mix, mix_tensors, permute
 
-stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+stable = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 words = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 
 
@@ -23,12 +21,9 @@ def test_permute_is_a_bijection(size: int, key: int) -> None:
     image = permute(np.arange(size), size, key)
     assert image.dtype == np.int64
     assert np.array_equal(np.sort(image), np.arange(size))
-
-
-@pytest.mark.parametrize("size", range(70))
-def test_permute_is_a_bijection_for_every_small_size(size: int) -> None:
-    image = permute(np.arange(size), size, mix(1, size))
-    assert sorted(image.tolist()) == list(range(size))
+    for small in range(12):
+        image = permute(np.arange(small), small, mix(key, small))
+        assert sorted(image.tolist()) == list(range(small))
 
 
 @stable
@@ -50,12 +45,6 @@ def test_huge_sizes_stay_inside_and_distinct(size: int, key: int, data: st.DataO
     assert all(0 <= value < size for value in image.tolist())
 
 
-def test_different_keys_give_different_permutations() -> None:
-    size = 40
-    images = {tuple(permute(np.arange(size), size, mix(0, key)).tolist()) for key in range(300)}
-    assert len(images) == 300
-
-
 def _chi_square(counts: np.ndarray) -> float:
     """Distance from the uniform distribution, in standard deviations of its expectation."""
     expected, freedom = counts.mean(), counts.size - 1
@@ -63,7 +52,7 @@ def _chi_square(counts: np.ndarray) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_every_order_of_a_small_set_is_equally_likely(size: int) -> None:
     trials = 12_000
     keys = mix(np.arange(trials))[:, None]
@@ -76,7 +65,7 @@ def test_every_order_of_a_small_set_is_equally_likely(size: int) -> None:
     assert _chi_square(np.array(counts)) < 4
 
 
-@pytest.mark.parametrize("size", [6, 17, 50])
+@pytest.mark.parametrize("size", [6, 50])
 def test_every_position_goes_everywhere_equally_often(size: int) -> None:
     trials = 12_000
     keys = mix(7, np.arange(trials))[:, None]
@@ -84,13 +73,6 @@ def test_every_position_goes_everywhere_equally_often(size: int) -> None:
     assert _chi_square(np.stack([np.bincount(c, minlength=size) for c in images.T])) < 4
     pairs = np.bincount(images[:, 0] * size + images[:, -1], minlength=size**2)
     assert _chi_square(pairs.reshape(size, size)[~np.eye(size, dtype=bool)]) < 4
-
-
-def test_neighbours_in_a_large_set_part() -> None:
-    size = 1_000_000
-    image = permute(np.arange(20_000), size, 3)
-    assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.03
-    assert abs(image.mean() / size - 0.5) < 0.01
 
 
 def test_mix_depends_on_every_word_their_order_and_their_number() -> None:
@@ -107,12 +89,6 @@ def test_mix_of_arrays_is_mix_of_their_elements(first: int, rest: list[int]) -> 
     assert isinstance(mix(first, np.int64(5)), np.uint64)
 
 
-def test_mix_broadcasts() -> None:
-    grid = mix(np.arange(3)[:, None], np.arange(4))
-    assert grid.shape == (3, 4)
-    assert grid[2, 1] == mix(2, 1)
-
-
 def test_one_changed_bit_changes_half_of_the_bits() -> None:
     base = np.arange(2000)
     flips = [
@@ -126,15 +102,6 @@ def test_values_are_fixed_for_ever() -> None:
     assert int(mix(1)) == 9678869581437336704
     assert int(mix(1, 0)) == 2089179613166920684
     assert permute(np.arange(10), 10, 2).tolist() == [4, 3, 6, 5, 0, 7, 9, 2, 8, 1]
-
-
-def test_another_process_draws_the_same() -> None:
-    code = (
-        "import numpy as np; from mclclip.util.randomness import mix, permute;"
-        "print(int(mix(4, -2)), permute(np.arange(9), 9, 5).tolist())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == f"{int(mix(4, -2))} {permute(np.arange(9), 9, 5).tolist()}"
 
 
 @stable

@@ -35,8 +35,9 @@ VERBS, BENCHMARKS = f"{SITE}/reference/verbs.md", f"{SITE}/reference/benchmarks.
 FAILS = f"{SITE}/when-it-fails.md"
 OPEN_CLIP = f"{SITE}/start/coming-from-open-clip.md"
 SITE_PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SITE).rglob("*.md"))
-PAGES = [README, "launch/README.md", "launch/SCALE.md", "eval/README.md", *SITE_PAGES]
-LINKED = [*PAGES, "slurm/README.md", "tests/README.md", "tests/benchmarks/README.md"]
+PAGES = [README, "launch/README.md", "launch/SCALE.md", "slurm/README.md",
+         "eval/README.md", *SITE_PAGES]  # fmt: skip
+LINKED = [*PAGES, "tests/README.md", "tests/benchmarks/README.md"]
 LINKED += ["tests/gpu/README.md", "CONTRIBUTING.md", "NOTICE.md", "AGENTS.md"]
 
 
@@ -59,10 +60,6 @@ PROGRAMS: dict[str, list[str]] = {
     "slurm/mclclip.sbatch": [],
     "slurm/eval_array.sbatch": ["eval"],
 }
-
-every_page = pytest.mark.parametrize("page", PAGES)
-every_linked_page = pytest.mark.parametrize("page", LINKED)
-
 
 # --- the tree ----------------------------------------------------------------------------------
 
@@ -139,11 +136,6 @@ def test_the_reference_has_every_option_with_its_meaning() -> None:
     assert not silent, "these have no docstring"
 
 
-def test_every_exit_code_has_a_row() -> None:
-    codes = {code for name, code in vars(process).items() if name.startswith("EXIT_")}
-    assert len(codes) == 5 and set(map(int, column(VERBS, "exit code"))) == codes
-
-
 def test_every_recipe_has_a_row() -> None:
     named = re.findall(r"`([^`]+)`", " ".join(column(RECIPES, "recipe")))
     named.remove("paper_on_8_gpus/*.sh")
@@ -169,10 +161,13 @@ def complaint(option: str) -> str:
         (OBJECTIVES, "kind", kinds()),
         (f"{SITE}/how-to/look-inside.md", "figure", figures.figures()),
         (f"{SITE}/how-to/transformers-and-llava.md", "`--to`", targets.names()),
+        (FAILS, "warning", [f.name for f in (*symptoms.FAILURES, symptoms.FAR_FROM_BASE)]),
     ],
 )
 def test_each_of_them_has_a_row_in_its_page(page: str, title: str, known: Iterable[str]) -> None:
     assert set(re.findall(r"`(\w+)`", " ".join(column(page, title)))) == set(known), page
+    codes = {code for name, code in vars(process).items() if name.startswith("EXIT_")}
+    assert len(codes) == 5 and set(map(int, column(VERBS, "exit code"))) == codes
 
 
 def test_every_option_in_the_tables_is_there() -> None:
@@ -283,9 +278,8 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(seen) >= len(written) >= 100
 
 
-@every_page
-def test_verbs_in_its_sentences_are_there(page: str) -> None:
-    named = set(re.findall(r"`mclclip ([a-z][\w-]*)", TEXT[page]))
+def test_verbs_in_sentences_are_there() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`mclclip ([a-z][\w-]*)", TEXT[page])}
     assert named <= parsers().keys()
 
 
@@ -315,6 +309,7 @@ def test_python_examples_name_what_is_there() -> None:
 # --- links -------------------------------------------------------------------------------------
 
 
+@cache
 def anchors(page: str) -> set[str]:
     """What headings of a page are called in an address: words in small letters, joined by hyphens;
     several hyphens in a row are one in the site."""
@@ -345,9 +340,9 @@ def broken_links(page: str, text: str) -> list[str]:
     return broken
 
 
-@every_linked_page
-def test_links_lead_somewhere(page: str) -> None:
-    assert not broken_links(page, TEXT[page])
+def test_links_lead_somewhere() -> None:
+    broken = {page: broken_links(page, TEXT[page]) for page in LINKED}
+    assert not {page: links for page, links in broken.items() if links}
 
 
 def test_the_tests_that_hold_promises_are_there() -> None:
@@ -395,11 +390,6 @@ def strings_of_the_program() -> str:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 pieces.append(node.value)
     return "\n".join(pieces)
-
-
-def test_every_warning_of_a_training_has_a_row() -> None:
-    names = {failure.name for failure in (*symptoms.FAILURES, symptoms.FAR_FROM_BASE)}
-    assert {name.strip("`") for name in column(FAILS, "warning")} == names
 
 
 def test_messages_that_the_page_of_failures_quotes_are_those_of_the_program() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from mclclip import config
 from mclclip.cli import entry
@@ -41,24 +42,17 @@ def _values(tree: Any) -> Iterator[str]:
 
 
 @every_recipe
-def test_it_is_valid_and_stays_so_resolved(recipe: Path) -> None:
+def test_it_is_valid_and_says_what_to_type(recipe: Path) -> None:
     options = config.load(recipe)
     assert config.from_tree(yaml.safe_load(config.dump(options))) == options
-
-
-@every_recipe
-def test_its_paths_are_relative(recipe: Path) -> None:
-    options = yaml.safe_load(recipe.read_text())
-    assert not [text for text in _values(options) if text.startswith(("/", "~", ".."))]
-    assert options["run_dir"].startswith("runs/")
-
-
-@every_recipe
-def test_its_commands_name_it(recipe: Path) -> None:
+    assert options.eval.suite
+    evaluation.check_options(options.eval.suite)
+    tree = yaml.safe_load(recipe.read_text())
+    assert not [text for text in _values(tree) if text.startswith(("/", "~", ".."))]
+    assert options.run_dir.startswith("runs/")
     comments = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
-    assert comments, "a recipe begins with what it is and what to type"
-    if recipe.stem != "demo":  # has a command of its own
-        assert any(f"launch/recipes/{recipe.name}" in line for line in comments)
+    # The demo has a command of its own.
+    assert recipe.stem == "demo" or any(f"launch/recipes/{recipe.name}" in c for c in comments)
 
 
 def _commands(recipe: Path) -> list[list[str]]:
@@ -83,27 +77,12 @@ def test_its_commands_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
             config.load(arguments.config, arguments.overrides)
 
 
-@every_recipe
-def test_its_benchmarks_have_options_that_evaluators_know(recipe: Path) -> None:
-    suite = config.load(recipe).eval.suite
-    assert suite
-    evaluation.check_options(suite)
-
-
 def _model_config(name: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(name, dict):
         return name
     root = resources.files("open_clip") / "model_configs"
     found: dict[str, Any] = json.loads((root / f"{name}.json").read_text())
     return found
-
-
-@pytest.mark.parametrize("name", ["launch", "slurm"])
-def test_the_package_reaches_recipes_and_scripts_by_a_relative_link(name: str) -> None:
-    link = tiny.ROOT / "mclclip" / name
-    assert link.is_symlink()
-    assert not link.readlink().is_absolute()
-    assert link.resolve() == tiny.ROOT / name
 
 
 # --- recipes of MCL ------------------------------------------------------------------------------
@@ -120,55 +99,107 @@ def test_weights_fit_the_model(name: str) -> None:
     assert bool(tag["quick_gelu"]) == bool(_model_config(model.name)["quick_gelu"])
 
 
-def test_the_paper_recipe_is_the_papers() -> None:
-    """Each line: what MCL states, in the order of section 5.5, Eq. 2, Algorithm 1 and Eq. 5."""
-    options = config.load(FOLDER / "cc12m_vitl14_paper.yaml")
-    train, lock = options.train, options.train.lock
-    assert (options.model.name, options.model.pretrained) == ("ViT-L-14-quickgelu", "openai")
-    assert (options.num_stages, options.base, train.epochs, train.steps) == (3, None, 20, None)
-    assert (lock.text, lock.image_blocks, lock.image_norm) == (False, 6, False)
-    assert (lock.image_projection, lock.logit_scale) == (False, False)
-    assert (options.cluster.num_clusters, options.cluster.algorithm) == (10, "euclidean")
-    assert (train.global_batch, train.warmup) == (8192, 0.1)
-    assert options.cluster.label_mode == "prefix"
-    assert (train.plan.policy, train.plan.order) == ("mask", "round_robin")
-    assert (options.export.concat, options.export.soup) == (["raw"], True)
+# Which options are as a paper states them: setting them changes nothing.
+PAPERS = {
+    # MCL, in the order of section 5.5, Eq. 2, Algorithm 1 and Eq. 5
+    "cc12m_vitl14_paper": """
+        model.name=ViT-L-14-quickgelu model.pretrained=openai num_stages=3 base=null
+        train.epochs=20 train.steps=null train.lock.text=false train.lock.image_blocks=6
+        train.lock.image_norm=false train.lock.image_projection=false train.lock.logit_scale=false
+        cluster.num_clusters=10 cluster.algorithm=euclidean cluster.label_mode=prefix
+        train.global_batch=8192 train.warmup=0.1 train.plan.policy=mask train.plan.order=round_robin
+        export.concat=[raw] export.soup=true""",
+    # MCL: 3.2, 5.4, A.2, Table 5, Eq. 2, 3 and 5, Algorithm 1
+    "trifeature_paper": """
+        num_stages=2 train.epochs=200 train.steps=null cluster.num_clusters=5 base.start=base
+        train.start=random train.objective.kind=nt_xent train.objective.temperature=0.5
+        cluster.label_mode=prefix train.plan.policy=mask train.plan.order=round_robin
+        export.concat=[raw]""",
+    # SimLAP: Tables 1, 3d, 5a and 5b, and section 5.2
+    "simlap_imagenet": """
+        base.global_batch=1024 base.epochs=500 base.optimizer=lars base.lr=0.2 base.schedule=cosine
+        base.weight_decay=1e-4 base.warmup=0.08 model.projector=[2048,256]
+        cluster.num_clusters=1000 base.objective.kind=simlap base.objective.temperature=0.05
+        base.objective.norm=layer base.objective.pairs=arbitrary base.objective.penalty_weight=0
+        base.objective.gates=labels""",
+    # MCL 5.4 and A.3; IFM 2.2, 4.1, 4.2 and Table 1
+    "stl10": "num_stages=2 base.epochs=400 base.steps=null base.objective.kind=nt_xent",
+    "simclr_imagenet": """
+        num_stages=2 base.epochs=100 base.steps=null base.objective.kind=nt_xent
+        train.global_batch=8192 train.start=random""",
+    "imagenet100": "num_stages=0 base.epochs=200 base.steps=null base.objective.kind=moco",
+    "stl_digits": "num_stages=0 base.epochs=200 base.steps=null base.objective.kind=nt_xent",
+    # MLCD: section 4.1, Tables 6, 7b, 8 and 9, A.2; activation and augmentation are CLIP's
+    **{
+        name: f"""
+        trained_model.name={trained}-quickgelu trained_model.pretrained=null train.epochs={epochs}
+        model.name=ViT-L-14-quickgelu model.pretrained=openai train.optimizer=adamw train.lr=1e-3
+        train.weight_decay=0.2 train.objective.weight_decay=0.2 train.objective.lr_scale=1.0
+        train.global_batch=32800 train.objective.kind=mlcd train.objective.labels_per_sample=8
+        train.objective.sample_rate=0.1 train.objective.margin=arc train.objective.margin_size=0.3
+        cluster.num_clusters=1000000 cluster.algorithm=spherical"""
+        for name, trained, epochs in (
+            ("mlcd_laion_vitl14", "ViT-L-14", 32), ("mlcd_ablation_vitb32", "ViT-B-32", 5),
+        )
+    },
+    "mlcd_imagenet_rn50": """
+        train.epochs=100 cluster.num_clusters=4000 train.objective.kind=mlcd
+        train.objective.labels_per_sample=8 train.objective.sample_rate=0.1 train.optimizer=adamw
+        train.objective.margin=arc train.objective.margin_size=0.3 train.weight_decay=0.2
+        train.objective.weight_decay=0.2""",
+}  # fmt: skip
 
 
-def test_the_papers_resnet_differs_by_tower_and_epochs() -> None:
-    paper, resnet = (config.load(FOLDER / f"{name}.yaml") for name in PAPER)
-    same = dataclasses.replace(
-        paper,
-        run_dir=resnet.run_dir,
-        model=dataclasses.replace(paper.model, name="RN50-quickgelu"),
-        train=dataclasses.replace(
-            paper.train,
-            epochs=10,
-            # Norms of a ResNet lie in its blocks; AdamW's numbers are open_clip's for one.
-            lock=dataclasses.replace(paper.train.lock, image_norm=True),
-            betas=(0.9, 0.999),
-            eps=1e-8,
-        ),
-    )
-    assert resnet == same
+@pytest.mark.parametrize("name", PAPERS)
+def test_options_are_as_the_paper_states_them(name: str) -> None:
+    path = FOLDER / f"{name}.yaml"
+    assert config.load(path, PAPERS[name].split()) == config.load(path)
 
 
-def test_the_recommended_recipe_differs_where_it_says() -> None:
-    ours, paper = (config.load(FOLDER / f"cc12m_{n}.yaml") for n in ("vitl14", "vitl14_paper"))
-    train, lock = ours.train, ours.train.lock
-    assert (train.plan.policy, train.plan.order) == ("backoff", "proportional")
-    assert (lock.image_blocks, lock.image_norm, lock.image_projection) == (6, True, True)
-    assert (ours.cluster.algorithm, lock.text, lock.logit_scale) == ("spherical", False, True)
-    assert (train.lr, train.weight_decay, train.betas, train.eps) == (5e-4, 0.2, (0.9, 0.98), 1e-6)
-    assert (train.schedule, train.precision, train.cached_text) == ("constant", "bf16", True)
-    assert ours == dataclasses.replace(
-        paper,
-        run_dir=ours.run_dir,
-        data=dataclasses.replace(paper.data, pixels="fast"),
-        cluster=dataclasses.replace(paper.cluster, algorithm="spherical"),
-        train=dataclasses.replace(paper.train, plan=train.plan, lock=lock),
-        export=ours.export,
-    )
+@pytest.mark.parametrize(
+    ("name", "samples", "steps"),
+    [("mlcd_laion_vitl14", 400_000_000, 2000), ("mlcd_ablation_vitb32", 400_000_000, 2000),
+     ("mlcd_imagenet_rn50", 1_281_167, 2000), ("mcl_release", 10_968_539, 600)],
+)  # fmt: skip
+def test_a_recipe_warms_up_for_the_papers_steps(name: str, samples: int, steps: int) -> None:
+    train = config.load(FOLDER / f"{name}.yaml").train
+    assert round(train.warmup * (samples // train.global_batch) * train.epochs) == steps
+
+
+# What recipes change of others, beside their run directories; the last ones change other pictures
+# and towers too.
+DIFFERENCES = {
+    # Norms of a ResNet lie in its blocks; AdamW's numbers are open_clip's for one.
+    ("cc12m_vitl14_paper", "cc12m_rn50_paper"): """
+        model.name=RN50-quickgelu train.epochs=10 train.lock.image_norm=true
+        train.betas=[0.9,0.999] train.eps=1e-8""",
+    ("cc12m_vitl14_paper", "cc12m_vitl14"): """
+        data.pixels=fast cluster.algorithm=spherical train.plan.policy=backoff
+        train.plan.order=proportional train.lock.image_norm=true train.lock.image_projection=true
+        train.lock.logit_scale=true export=@""",
+    ("cc12m_vitl14", "mcl_release"): """
+        train.global_batch=8000 train.lock.image_blocks=5 train.plan.policy=drop
+        train.plan.order=round_robin cluster=@ cluster.label_mode=last cluster.algorithm=euclidean
+        train.warmup=@ data=@ export=@""",
+    ("cc12m_vitl14", "cc12m_vitb32"): "model.name=ViT-B-32-quickgelu embed.batch_size=@",
+    ("cc12m_vitl14", "cc12m_vitl14_dfn2b"): "model.pretrained=dfn2b embed.batch_size=@",
+    ("trifeature_paper", "cifar_mnist_paper"): "data=@ model=@ eval.suite=@",
+    ("trifeature_paper", "celeba"): "data=@ model=@ eval.suite=@",
+}
+
+
+@pytest.mark.parametrize(("base", "name"), DIFFERENCES)
+def test_a_recipe_differs_from_another_where_it_says(base: str, name: str) -> None:
+    """An option of ``@`` is what the recipe has."""
+    recipe = config.load(FOLDER / f"{name}.yaml")
+    options = {"run_dir": recipe.run_dir}
+    for key, _, value in (word.partition("=") for word in DIFFERENCES[base, name].split()):
+        options[key] = value
+        if value == "@":
+            own = functools.reduce(getattr, key.split("."), recipe)
+            options[key] = json.dumps(TypeAdapter(type(own)).dump_python(own, mode="json"))
+    words = [f"{key}={value}" for key, value in options.items()]
+    assert config.load(FOLDER / f"{base}.yaml", words) == recipe
 
 
 def test_the_shares_in_headers_and_readme_are_those_of_the_plan() -> None:
@@ -199,194 +230,8 @@ def test_the_shares_in_headers_and_readme_are_those_of_the_plan() -> None:
     assert left == {7_643} and "7,643 (0.1 %) | 7,643 (0.1 %)" in readme
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("cc12m_vitb32", {"name": "ViT-B-32-quickgelu"}),
-        ("cc12m_vitl14_dfn2b", {"pretrained": "dfn2b"}),
-    ],
-)
-def test_recommended_recipes_differ_by_the_model_alone(name: str, changes: dict[str, str]) -> None:
-    large, other = (config.load(FOLDER / f"{n}.yaml") for n in ("cc12m_vitl14", name))
-    same = dataclasses.replace(
-        large,
-        run_dir=other.run_dir,
-        model=dataclasses.replace(large.model, **changes),
-        embed=dataclasses.replace(large.embed, batch_size=other.embed.batch_size),
-    )
-    assert other == same
-
-
-def test_the_released_recipe_differs_where_it_says() -> None:
-    ours, released = (config.load(FOLDER / f"{n}.yaml") for n in ("cc12m_vitl14", "mcl_release"))
-    train = released.train
-    assert (train.global_batch, train.lock.image_blocks) == (8000, 5)
-    assert (train.plan.policy, train.plan.order) == ("drop", "round_robin")
-    assert (released.cluster.label_mode, released.cluster.algorithm) == ("last", "euclidean")
-    steps = 10_968_539 * 20 // 8000
-    assert abs(train.warmup * steps - 600) < 2
-    assert train == dataclasses.replace(
-        ours.train,
-        global_batch=8000,
-        warmup=train.warmup,
-        plan=train.plan,
-        lock=dataclasses.replace(ours.train.lock, image_blocks=5),
-    )
-
-
-def test_the_unimodal_recipe_is_the_papers() -> None:
-    """MCL: 3.2, 5.4, A.2, Table 5, Eq. 2, 3 and 5, Algorithm 1, in this order."""
-    options = config.load(FOLDER / "trifeature_paper.yaml")
-    base, train = options.base, options.train
-    assert options.model.name == {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 128}}
-    assert base is not None and (options.num_stages, train.epochs, train.steps) == (2, 200, None)
-    assert options.cluster.num_clusters == 5
-    assert base == dataclasses.replace(train, start="base") and train.start == "random"
-    assert (train.objective.kind, train.objective.temperature) == ("nt_xent", 0.5)
-    assert (options.cluster.label_mode, train.plan.policy) == ("prefix", "mask")
-    assert (train.plan.order, options.export.concat) == ("round_robin", ["raw"])
-
-
 IN_FOUR_CHANNELS = {"channels": 4, "image_size": 32, "stem": "cifar"}
 PLAIN_DIGIT = {"augmentation": {"kind": "simclr", "plain_channels": [3]}}
-
-
-@pytest.mark.parametrize(
-    ("name", "attributes", "vision", "model"),
-    [
-        ("cifar_mnist_paper", ["cifar", "mnist"], IN_FOUR_CHANNELS, PLAIN_DIGIT),
-        ("celeba", ["black_hair", "smiling", "male"], {"image_size": 128}, {}),
-    ],
-)
-def test_the_unimodal_recipes_differ_by_data_and_tower(
-    name: str, attributes: list[str], vision: dict[str, Any], model: dict[str, Any]
-) -> None:
-    paper, other = (config.load(FOLDER / f"{n}.yaml") for n in ("trifeature_paper", name))
-    data = f"data/{name.removesuffix('_paper')}"
-    source = dataclasses.replace(
-        paper.data.sources["pictures"], shards=f"{data}/train/*.tar", attributes=attributes
-    )
-    probe = dataclasses.replace(
-        paper.eval.suite["features"], path=data, options={"attributes": attributes}
-    )
-    tower = {"vision_cfg": {"backbone": "timm:resnet18", **vision}}
-    assert other == dataclasses.replace(
-        paper,
-        run_dir=other.run_dir,
-        data=dataclasses.replace(paper.data, sources={"pictures": source}),
-        model=dataclasses.replace(paper.model, name=tower, **model),
-        eval=dataclasses.replace(paper.eval, suite={"features": probe}),
-    )
-
-
-def test_other_unimodal_recipes_have_the_epochs_and_towers_of_the_papers() -> None:
-    """MCL 5.4 (STL-10) and A.3; IFM 2.2, 4.1, 4.2 and Table 1."""
-
-    def said(name: str) -> tuple[Any, ...]:
-        options = config.load(FOLDER / f"{name}.yaml")
-        base, tower = options.base, options.model.name
-        assert base is not None and isinstance(tower, dict) and base.steps is None
-        backbone = tower["vision_cfg"]["backbone"].removeprefix("timm:")
-        return backbone, options.num_stages, base.epochs, base.objective.kind
-
-    assert said("stl10") == ("resnet50", 2, 400, "nt_xent")
-    assert said("simclr_imagenet") == ("resnet34", 2, 100, "nt_xent")
-    assert said("imagenet100") == ("resnet50", 0, 200, "moco")
-    assert said("stl_digits") == ("resnet18", 0, 200, "nt_xent")
-    imagenet = config.load(FOLDER / "simclr_imagenet.yaml").train
-    assert (imagenet.global_batch, imagenet.start) == (8192, "random")
-
-
-def test_simlap_is_the_papers() -> None:
-    """Tables 1, 3d, 5a and 5b, and section 5.2."""
-    options = config.load(FOLDER / "simlap_imagenet.yaml")
-    base, objective = options.base, options.base and options.base.objective
-    assert base is not None and objective is not None
-    assert (base.global_batch, base.epochs, base.optimizer, base.lr) == (1024, 500, "lars", 0.2)
-    assert (base.schedule, base.weight_decay, base.warmup * 500) == ("cosine", 1e-4, 40)
-    assert options.model.projector == [2048, 256] and options.cluster.num_clusters == 1000
-    assert (objective.kind, objective.temperature, objective.norm) == ("simlap", 0.05, "layer")
-    assert (objective.pairs, objective.penalty_weight, objective.gates) == (
-        "arbitrary",
-        0,
-        "labels",
-    )
-    assert len([b for b in options.eval.suite.values() if b.kind == "linear_probe"]) == 6
-
-
-def test_flickr8k_trains_a_text_tower_beside_a_frozen_image_tower() -> None:
-    options = config.load(FOLDER / "flickr8k.yaml")
-    base, train = options.base, options.train
-    assert base is not None and options.model.image_weights is not None
-    assert isinstance(options.model.name, dict)
-    model, pixels = (options.model.name[name] for name in ("model_cfg", "preprocess_cfg"))
-    assert model["vision_cfg"]["timm_model_name"] == "mobilenetv2_100"
-    assert (model["vision_cfg"]["image_size"], pixels["mean"], pixels["std"]) == (
-        160, [0.5] * 3, [0.5] * 3,
-    )  # fmt: skip
-    text = model["text_cfg"]
-    assert (text["layers"], text["width"], text["context_length"]) == (4, 256, 32)
-    assert (base.lock.image_blocks, base.lock.text, base.global_batch) == (0, True, 256)
-    assert (base.lr, base.epochs, options.controls) == (1e-3, 6, ["ungrouped"])
-    assert base.lock.image_norm is train.lock.image_norm is False  # its batch norms are folded
-    assert train.lock.image_blocks == 4 and options.image_rows.enabled
-
-
-# --- recipes of MLCD -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "trained", "epochs"),
-    [("mlcd_laion_vitl14", "ViT-L-14", 32), ("mlcd_ablation_vitb32", "ViT-B-32", 5)],
-)
-def test_mlcd_recipes_are_the_papers(name: str, trained: str, epochs: int) -> None:
-    """Section 4.1, Tables 6, 8 and 9, A.2; activation and augmentation are CLIP's."""
-    options = config.load(FOLDER / f"{name}.yaml")
-    train, centers = options.train, options.train.objective
-    assert options.trained_model is not None and centers is not None
-    assert options.trained_model.name == f"{trained}-quickgelu"
-    assert options.trained_model.pretrained is None and not options.trained_model.augmentation
-    assert (options.model.name, options.model.pretrained) == ("ViT-L-14-quickgelu", "openai")
-    assert (train.optimizer, train.lr, train.weight_decay) == ("adamw", 1e-3, 0.2)
-    assert (centers.weight_decay, centers.lr_scale) == (0.2, 1.0)
-    assert (train.global_batch, train.epochs) == (32_800, epochs)
-    steps = 400_000_000 // train.global_batch * epochs
-    assert round(train.warmup * steps) == 2000
-    assert (centers.kind, centers.labels_per_sample, centers.sample_rate) == ("mlcd", 8, 0.1)
-    assert (centers.margin, centers.margin_size) == ("arc", 0.3)
-    assert options.cluster.num_clusters == 1_000_000
-    assert options.cluster.algorithm == "spherical"
-    (probe,) = options.eval.suite.values()
-    assert (probe.kind, probe.options) == ("linear_probe", {"feature": "pooled"})
-
-
-def test_the_resnet_of_mlcd_is_the_papers() -> None:
-    """Table 7b and its text, 4.1, A.2 and Table 9."""
-    options = config.load(FOLDER / "mlcd_imagenet_rn50.yaml")
-    train, centers = options.train, options.train.objective
-    assert options.trained_model is not None and isinstance(options.trained_model.name, dict)
-    assert options.trained_model.name["vision_cfg"]["backbone"] == "torchvision:resnet50"
-    assert (train.epochs, options.cluster.num_clusters) == (100, 4000)
-    assert (centers.kind, centers.labels_per_sample, centers.sample_rate) == ("mlcd", 8, 0.1)
-    assert (centers.margin, centers.margin_size, centers.weight_decay) == ("arc", 0.3, 0.2)
-    assert (train.optimizer, train.weight_decay) == ("adamw", 0.2)
-    assert round(train.warmup * (1_281_167 // train.global_batch) * 100) == 2000
-
-
-def test_every_linear_probe_reads_pooled_features() -> None:
-    """CLIP's protocol (A.3 of MLCD), whose features lie before the projection; fine-tuning on
-    classes trains the projection too, and is judged behind it. SimCLR's tower exports no
-    projection, and its joined encoder has projected features alone."""
-    probes = {
-        recipe.stem: benchmark.options
-        for recipe in RECIPES
-        for benchmark in config.load(recipe).eval.suite.values()
-        if benchmark.kind == "linear_probe"
-    }
-    del probes["finetune_imagenet"], probes["simclr_imagenet"]
-    imagenet = {"mlcd_imagenet_rn50", "simlap_imagenet"}
-    assert set(probes) == {*MLCD, *imagenet, "mlcd_finetune_vitl14"}
-    assert all(options.get("feature") == "pooled" for options in probes.values())
 
 
 def test_the_text_tower_is_trained_as_the_image_tower() -> None:

@@ -16,7 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from mclclip.util import search
 
-BLOCKS = [(7, 11), (64, 3), (1, 100), (1000, 1000)]  # queries, bank: none divides 100
+BLOCKS = [(7, 11), (64, 3), (1000, 1000)]  # queries, bank: none divides 100
 
 
 def unit_rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
@@ -54,7 +54,7 @@ def found_pairs(rows: Any, above: float, **blocks: int) -> list[tuple[tuple[int,
 # --- the nearest rows ---
 
 
-@pytest.mark.parametrize("k", [1, 5, 40])
+@pytest.mark.parametrize("k", [1, 40])
 def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
     train, queries = unit_rows(40), unit_rows(7, seed=1)
     reference = KNeighborsClassifier(k, metric="cosine", algorithm="brute")
@@ -64,8 +64,7 @@ def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
     assert np.allclose(similarity, 1 - distance, atol=1e-6)
 
 
-@pytest.mark.parametrize("bank_rows", [65_536, 333, 33])
-@pytest.mark.parametrize("copies", [1, 3, 40, 600])
+@pytest.mark.parametrize(("copies", "bank_rows"), [(3, 65_536), (40, 33), (600, 333)])
 def test_any_number_of_equal_rows_ties_exactly(copies: int, bank_rows: int) -> None:
     """More of them than k and what faiss is asked for beside: then any k of them, in order."""
     different, queries = unit_rows(7, 24), unit_rows(30, 24, seed=1)
@@ -115,7 +114,7 @@ def test_a_share_of_the_queries_has_the_neighbours_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("above", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("above", [0.5, 0.99])
 def test_pairs_are_those_of_all_products_in_float64(blocks: tuple[int, int], above: float) -> None:
     rows = crowded(100)
     wanted = all_pairs(rows, above)
@@ -123,12 +122,6 @@ def test_pairs_are_those_of_all_products_in_float64(blocks: tuple[int, int], abo
     assert len(pairs) == len(wanted) == len({pair for pair, _ in pairs}) > 0
     for pair, cosine in pairs:
         assert cosine == pytest.approx(wanted[pair], abs=1e-12)
-
-
-def test_blocks_change_no_bit_of_a_cosine() -> None:
-    rows = crowded(100)
-    first, *others = (sorted(found_pairs(rows, 0.8, query_rows=q, bank_rows=b)) for q, b in BLOCKS)
-    assert all(other == first for other in others)
 
 
 def test_pairs_about_the_threshold_are_decided_in_float64() -> None:
@@ -155,28 +148,6 @@ def test_blocks_hold_each_pair_once_and_are_as_many_as_announced() -> None:
         assert (held[np.triu_indices(100, k=1)] == 1).all()
 
 
-def test_some_blocks_have_the_pairs_of_these_alone() -> None:
-    rows = crowded(100)
-    cut = (slice(40, 80), slice(10, 30))
-    found = {tuple(pair) for part in search.near_pairs(rows, 0.8, [cut]) for pair in part.rows}
-    wanted = {(i, j) for i, j in all_pairs(rows, 0.8) if 10 <= i < 30 and 40 <= j < 80}
-    assert found == wanted and wanted
-
-
-class Counted:
-    """Rows that remember the largest cut."""
-
-    def __init__(self, rows: np.ndarray) -> None:
-        self.rows, self.largest = rows, 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, cut: slice) -> np.ndarray:
-        self.largest = max(self.largest, cut.stop - cut.start)
-        return self.rows[cut]
-
-
 def peak_bytes(work: Callable[[], object]) -> int:
     tracemalloc.start()
     try:
@@ -189,31 +160,17 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def test_memory_is_that_of_the_blocks() -> None:
     """2,500 rows of 256 are 2.4 MiB in float32; blocks of 64 and 200 of them 264 KiB."""
     rows = unit_rows(2500, 256).astype(np.float16)
-    counted = Counted(rows)
     blocks = {"query_rows": 64, "bank_rows": 200}
-
-    def pairs() -> None:
-        for _ in search.near_pairs(counted, 0.9, search.blocks(2500, **blocks)):
-            pass
-
-    def neighbours() -> None:
-        search.nearest(Counted(rows[:20]), counted, 3, **blocks)
-
-    for work in (pairs, neighbours):
-        counted.largest = 0
-        assert peak_bytes(work) < 2**20
-        assert 64 < counted.largest <= 200
+    assert peak_bytes(lambda: found_pairs(rows, 0.9, **blocks)) < 2**20
+    assert peak_bytes(lambda: search.nearest(rows[:20], rows, 3, **blocks)) < 2**20
 
 
 def test_many_near_rows_take_no_more_than_their_pairs() -> None:
     """All rows are copies: 180,000 pairs, whose rows in float64 would be 175 MiB."""
     rows = np.ones((600, 64), np.float16)
-    counts = []
-
-    def work() -> None:
-        counts.extend(len(part.rows) for part in search.near_pairs(rows, 0.9))
-
-    assert peak_bytes(work) < 16 * 2**20
+    counts: list[int] = []
+    pairs = search.near_pairs(rows, 0.9)
+    assert peak_bytes(lambda: counts.extend(len(part.rows) for part in pairs)) < 16 * 2**20
     assert sum(counts) == 600 * 599 // 2
 
 
@@ -269,7 +226,7 @@ def same_bits(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> Non
         assert left.tobytes() == right.tobytes()
 
 
-@pytest.mark.parametrize("count", [1, 2, 33, 300])
+@pytest.mark.parametrize("count", [1, 300])
 def test_nearest_rows_on_a_gpu_are_those_of_the_cpu(count: int) -> None:
     """Copies too; any k, any blocks."""
     rng = np.random.default_rng(count)
@@ -293,9 +250,9 @@ def test_more_nearest_rows_than_a_gpu_finds_are_the_cpu_s() -> None:
         same_bits(search.nearest(queries, bank, k, make=StandIn), wanted)
 
 
-@pytest.mark.parametrize("most", [2048, 64])
-@pytest.mark.parametrize("above", [0.3, 0.9, 0.999])
-@pytest.mark.parametrize("count", [1, 2, 33, 400])
+@pytest.mark.parametrize(
+    ("count", "above", "most"), [(1, 0.9, 2048), (400, 0.3, 64), (400, 0.3, 2048), (400, 0.999, 64)]
+)
 def test_pairs_on_a_gpu_are_those_of_the_cpu(
     count: int, above: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

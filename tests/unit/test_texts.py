@@ -25,7 +25,6 @@ from mclclip.verbs import index, texts, train
 from tests import tiny
 
 WIDTH, STEPS = 6, 4
-NUM_SAMPLES = 96
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_rows(root: Path) -> Path:
     """Shards, minimal pairs, and ``rows.npy`` with a drawn row for every text that is read."""
-    folder = tiny.make_data(root, num_samples=NUM_SAMPLES)
+    folder = tiny.make_data(root, num_samples=96)
     found = config.from_tree(tiny.tree(folder / "run", folder))
     index.run(found, SINGLE)
     texts.run(found, SINGLE, missing=folder / "rows.jsonl")
@@ -67,6 +66,8 @@ def without(data: Path, folder: Path, count: int) -> Path:
 
 
 def test_the_texts_without_a_row_are_listed(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.text_rows.*--missing"):
+        texts.run(config.from_tree(tiny.tree(tmp_path / "run", data)), SINGLE)
     listed = [line["text"] for line in tiny.rows(data / "rows.jsonl")]
     assert len({*listed}) == len(listed) > 20
     pairs = tmp_path / "pairs"
@@ -134,11 +135,6 @@ def test_other_rows_make_another_training(data: Path, tmp_path: Path) -> None:
     texts.run(changed, SINGLE)
     with pytest.raises(ValueError, match=r"changed \(text_rows\)"):
         train.run(changed, SINGLE, stage=0)
-
-
-def test_the_verb_without_files_says_what_to_give(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.text_rows.*--missing"):
-        texts.run(config.from_tree(tiny.tree(tmp_path / "run", data)), SINGLE)
 
 
 def test_rows_of_benchmarks_may_be_added_after_the_training(data: Path, tmp_path: Path) -> None:

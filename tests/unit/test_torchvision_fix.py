@@ -65,21 +65,14 @@ def test_torchvision_and_open_clip_import_after_the_fix() -> None:
     assert callable(open_clip.create_model) and callable(torchvision.transforms.Compose)
 
 
-def test_operators_that_torchvision_loads_are_not_declared(told: dict[str, str]) -> None:
+def test_operators_are_declared_where_torchvision_does_not_load_them(told: dict[str, str]) -> None:
     """Whatever the extension's file is called: an operator that is declared here and then loaded
-    for real ends the process."""
-    out = told["loads"]
-    assert out.startswith("not needed") and out.endswith("| [] True True")
-
-
-def test_operators_that_torchvision_does_not_load_are_declared(told: dict[str, str]) -> None:
-    out = told["loads none"]
-    assert out.startswith("applied") and out.endswith("| [] True True")
-
-
-def test_nothing_is_declared_where_the_loader_is_not_found(told: dict[str, str]) -> None:
-    out = told["has no loader"]
-    assert out.startswith("not applied") and out.endswith("| [] False True")
+    for real ends the process. Nothing is declared where the loader is not found."""
+    for loader, state, end in (
+        ("loads", "not needed", "| [] True True"), ("loads none", "applied", "| [] True True"),
+        ("has no loader", "not applied", "| [] False True"),
+    ):  # fmt: skip
+        assert told[loader].startswith(state) and told[loader].endswith(end)
 
 
 @pytest.mark.slow
