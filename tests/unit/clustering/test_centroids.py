@@ -88,7 +88,7 @@ def test_no_inertia_is_below_zero() -> None:
 # --- which rank holds which ---
 
 
-@pytest.mark.parametrize("num_clusters", (1, 2, 7, 16, 17, 1000, 20_000, 1_000_000))
+@pytest.mark.parametrize("num_clusters", (1, 7, 16, 17, 1000, 20_000))
 def test_ranges_are_whole_passes_in_order(num_clusters: int) -> None:
     cut = passes(num_clusters)
     assert [i for some in cut for i in (some.start, some.stop)][1:-1:2] == [

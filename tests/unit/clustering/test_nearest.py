@@ -13,16 +13,19 @@ from torch import Tensor
 from mclclip.clustering import nearest
 from mclclip.clustering.arithmetic import Arithmetic
 from mclclip.clustering.nearest import NOTHING, Search, pack, unpack
-from tests.matrix import SOAK, in_soak, kept
+from tests.matrix import SOAK, fuller_in_soak
 from tests.nearest_checks import ROUNDINGS, check_nearest, every_arithmetic
 
 ALGORITHMS: Any = ("spherical", "euclidean")
 # Below and above each size at which the search goes another way.
-COUNTS = (1, 16, 63, 64, 65, 511, 512, 513, 2500)
-EDGES = (1, 16, 64, 65, 81, 511, 513)
-UP_TO_600 = range(1, 601)
-# All of the small ones, a few below and above the others, and some between.
-NUMBERS = [*range(1, 131), *(n + off for n in range(192, 600, 64) for off in (-1, 0, 1, 20))]
+COUNTS = (1, 63, 64, 65, 511, 512, 513, 2500)
+EDGES = (1, 64, 81, 513)
+# The smallest ones, a few below and above the others, and some between.
+NUMBERS = (
+    range(1, 601)
+    if SOAK
+    else [*range(1, 20), *(n + off for n in range(32, 600, 64) for off in (-1, 0, 1, 33))]
+)
 
 
 def unit(num_rows: int, dim: int, seed: int, shift: float = 0.0) -> Tensor:
@@ -39,11 +42,6 @@ def all_scores(
     scores = nearest.score_pairs(rows, centroids, row, centroid, how)
     scores = scores.view(len(rows), len(centroids))
     return scores - nearest.half_squares(centroids) if algorithm == "euclidean" else scores
-
-
-# Dimensions, nearest centroids and rows that every K is tried with; in full in the soak.
-FULL_GRID = (([1, 8, 65], [1, 2, 20], 5), ([512], [3], 2))
-GRID = FULL_GRID if SOAK else (([65], [1, 3], 3),)
 
 
 def slowly(scores: Tensor, count: int) -> Tensor:
@@ -75,7 +73,7 @@ def test_packed_numbers_are_ordered_by_value_then_by_lower_id() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("num_centroids", COUNTS)
 def test_equal_to_the_best_of_all_pairs(algorithm: Any, num_centroids: int) -> None:
-    rows, centroids = unit(300, 24, 0), unit(num_centroids, 24, 1)
+    rows, centroids = unit(100, 24, 0), unit(num_centroids, 24, 1)
     if algorithm == "euclidean":  # of unlike lengths
         centroids = centroids * torch.linspace(0.2, 3.0, num_centroids)[:, None]
     scores = all_scores(rows, centroids, algorithm)
@@ -107,9 +105,9 @@ def test_centroids_that_the_coarse_product_cannot_tell_apart(algorithm: Any, shi
         assert torch.equal(search.nearest(rows), wanted[:, 0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(
-    st.integers(1, 3000),
+    st.integers(1, 2000),
     st.integers(1, 40),
     st.floats(1e-3, 1e3),
     st.sampled_from(ALGORITHMS),
@@ -133,7 +131,7 @@ def test_any_size_and_scale(
 @pytest.mark.parametrize("arithmetic", ROUNDINGS, ids="-".join)
 def test_a_score_does_not_depend_on_its_neighbours(algorithm: Any, arithmetic: Any) -> None:
     """Parts of the centroids, by parts of the rows, merge to the bits of the whole."""
-    rows, centroids = unit(400, 48, 5), unit(1300, 48, 6)
+    rows, centroids = unit(200, 48, 5), unit(1300, 48, 6)
     how = Arithmetic(products=arithmetic[0], rounding=arithmetic[1])
     whole = Search(centroids, algorithm, 0, how).best(rows, 4)
     for cuts in ((0, 1, 1300), (0, 700, 710, 1300)):
@@ -155,6 +153,7 @@ def test_a_score_does_not_depend_on_its_neighbours(algorithm: Any, arithmetic: A
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("products", ("float32", "bfloat16"))
+@fuller_in_soak
 def test_numbers_of_centroids_up_to_600(algorithm: Any, products: Any) -> None:
     how = Arithmetic(products=products)
     data: Any = ("whole_numbers",)
@@ -167,19 +166,6 @@ def test_every_arithmetic_where_the_search_goes_another_way(algorithm: Any) -> N
         assert check_nearest("cpu", how, EDGES, [20], [3], algorithm, num_rows=2) == 0, how
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("scores", kept(["pair_products", "blocks"], 0))
-@pytest.mark.parametrize("arithmetic", ROUNDINGS, ids="-".join)
-@in_soak
-def test_every_number_of_centroids_in_every_way(
-    arithmetic: Any, scores: Any, algorithm: Any
-) -> None:
-    how = Arithmetic(products=arithmetic[0], rounding=arithmetic[1], scores=scores)
-    for dims, counts, num_rows in GRID:
-        found = check_nearest("cpu", how, UP_TO_600, dims, counts, algorithm, num_rows=num_rows)
-        assert found == 0
-
-
 @pytest.mark.parametrize(
     ("num_rows", "num_centroids", "algorithm"),
     [(65_600, 70, "spherical"), (3, 16_400, "euclidean")],
@@ -189,8 +175,7 @@ def test_tiles_of_any_size_give_the_same(num_rows: int, num_centroids: int, algo
     rows, centroids = unit(num_rows, 4, 0), unit(num_centroids, 4, 1)
     found = [
         Search(centroids, algorithm, 0, Arithmetic(tile=tile, products=products)).best(rows, 2)
-        for tile in ("cache", "large")
-        for products in ("float32", "bfloat16")
+        for tile, products in (("cache", "float32"), ("large", "float32"), ("large", "bfloat16"))
     ]
     assert all(torch.equal(other, found[0]) for other in found[1:])
     wanted = slowly(all_scores(rows[-3:], centroids, algorithm), 2)
@@ -249,12 +234,9 @@ def plainly(rows: Tensor, columns: Tensor) -> Tensor:
 PRODUCTS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Tensor]]] = {
     "float32": ("float32", "none", plainly),
     "tf32": ("float32", "inputs", rounded_inputs(11, True)),
-    "tf32, cut": ("float32", "inputs", rounded_inputs(11, False)),
-    "through bfloat16": ("float32", "inputs", rounded_inputs(8, True)),
     "through bfloat16, cut": ("float32", "inputs", rounded_inputs(8, False)),
     "bfloat16": ("bfloat16", "output", plainly),
     "parts of 8": ("bfloat16", "partial_sums", rounded_parts(8)),
-    "parts of 32": ("bfloat16", "partial_sums", rounded_parts(32)),
 }
 
 
@@ -289,24 +271,6 @@ def test_no_rounding_of_the_product_changes_a_label(
         assert torch.equal(unpack(Search(centroids, algorithm, 0, how).best(rows, 3))[1], wanted)
 
 
-@pytest.mark.parametrize("case", ("tf32", "parts of 8"))
-def test_a_rounding_that_is_not_reckoned_with_changes_labels(
-    monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    """So the test above would see an error bound that leaves it out."""
-    products, _, multiply = PRODUCTS[case]
-    monkeypatch.setattr(nearest, "multiply", multiply)
-    rounding: Any = "none" if products == "float32" else "output"
-    how = Arithmetic(products=products, rounding=rounding)  # type: ignore[arg-type]
-    wrong = 0
-    for rows, centroids in hard_to_tell_apart("spherical"):
-        wanted = slowly(all_scores(rows, centroids, "spherical"), 3)
-        wrong += int(
-            (unpack(Search(centroids, "spherical", 0, how).best(rows, 3))[1] != wanted).sum()
-        )
-    assert wrong > 0
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_the_error_bound_is_never_exceeded(
@@ -315,7 +279,7 @@ def test_the_error_bound_is_never_exceeded(
     products, rounding, multiply = PRODUCTS[case]
     how = Arithmetic(products=products, rounding=rounding)  # type: ignore[arg-type]
     for seed, shift in ((0, 0.0), (1, 2.0), (2, 0.2)):
-        rows, centroids = unit(400, 96, seed, shift), unit(600, 96, seed + 10, shift)
+        rows, centroids = unit(200, 96, seed, shift), unit(300, 96, seed + 10, shift)
         search = Search(centroids, algorithm, 0, how)
         coarse, error = search.bound_errors(rows)
         truth = rows.double() @ (centroids.double() - centroids.mean(dim=0).double()).T
@@ -337,21 +301,6 @@ def test_the_error_bound_holds_where_bfloat16_loses_most() -> None:
     coarse, error = search.bound_errors(rows)
     lost = (coarse.double() @ centroids.double().T - rows.double() @ centroids.double().T).abs()
     assert (lost > 0.24).all() and (lost <= error).all()
-
-
-@pytest.mark.parametrize("precision", ("high", "medium"))
-def test_the_precision_that_torch_is_set_to(precision: str) -> None:
-    try:
-        torch.set_float32_matmul_precision(precision)
-        search = Search(unit(70, 8, 0), "spherical", 0, Arithmetic(products="float32"))
-        assert search.rounding == "inputs"
-        for algorithm in ALGORITHMS:
-            how = Arithmetic(products="float32")
-            assert check_nearest("cpu", how, (65, 100, 513), [20], [3], algorithm) == 0
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    search = Search(unit(70, 8, 0), "spherical", 0, Arithmetic(products="float32"))
-    assert search.rounding == "none"
 
 
 def test_the_threshold_keeps_the_best_whatever_the_errors() -> None:
@@ -378,15 +327,3 @@ def test_where_there_is_nothing_to_find() -> None:
     rows[1, 3], rows[2, 0] = torch.nan, torch.inf
     found = Search(unit(700, 8, 1), "spherical").best(rows)
     assert (found[[0, 3, 4]] > NOTHING).all()
-
-
-@pytest.mark.parametrize("how", ("pair_products", "blocks"))
-def test_both_ways_to_score_pairs(how: Any) -> None:
-    rows, centroids = unit(50, 40, 0), unit(200, 40, 1)
-    scores = all_scores(rows, centroids, "spherical", how)
-    torch.testing.assert_close(scores, rows @ centroids.T)
-    # The same pair scores the same wherever it stands.
-    row, centroid = torch.tensor([0, 0, 31, 49]), torch.tensor([3, 7, 0, 199])
-    again = nearest.score_pairs(rows, centroids, row, centroid, how)
-    assert torch.equal(again, scores[row, centroid])
-    assert len(nearest.score_pairs(rows, centroids, row[:0], centroid[:0], how)) == 0

@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from mclclip import config
-from mclclip.data import index_tables
 from mclclip.data.labels import AttributeClasses
-from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.data.shard_scan import ATTRIBUTE, parse_attributes, scan_shard
+from mclclip.data.shard_scan import parse_attributes
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.util.remake import Remake
 from mclclip.verbs import index
-from tests.matrix import in_soak
 from tests.tars import write_tar
 
 ROWS: list[Any] = [
@@ -61,7 +57,11 @@ def shards(tmp_path: Path) -> Path:
 
 
 def test_codes_are_places_among_the_sorted_values(tmp_path: Path, shards: Path) -> None:
+    plain = run(tmp_path / "plain", s=(shards, []))
+    with pytest.raises(ValueError, match="it has none: name it in data.sources"):
+        plain.attribute("shape")
     found = run(tmp_path / "run", s=(shards, ["shape", "size"]))
+    assert plain.digest != found.digest and not (plain.directory / "attributes.json").exists()
     codes, values = found.attribute("shape")
     assert values == ["circle", "star"] and codes.tolist() == [1, 0, -1, -1, 1]
     assert codes.dtype == np.int32 and not codes.flags.writeable
@@ -77,20 +77,9 @@ def test_codes_are_places_among_the_sorted_values(tmp_path: Path, shards: Path) 
     assert manifest.counts["findings"]["no_attribute:size"]["count"] == 1
     with pytest.raises(ValueError, match=r"no attribute 'colour', it has \['shape', 'size'\]"):
         found.attribute("colour")
-
-
-def test_an_index_without_attributes_is_what_it_was(tmp_path: Path, shards: Path) -> None:
-    plain, named = run(tmp_path / "a", s=(shards, [])), run(tmp_path / "b", s=(shards, ["shape"]))
-    assert plain.digest != named.digest
-    assert not (plain.directory / "attributes.json").exists()
-    assert (
-        scan_shard(StoredFile(str(shards / "0.tar")), "s", "txt").rows.schema.names[-1]
-        == "text_crc32"
-    )
-    again = run(tmp_path / "c", s=(shards, ["shape"]))
-    assert again.digest == named.digest
-    with pytest.raises(ValueError, match="it has none: name it in data.sources"):
-        plain.attribute("shape")
+    (found.directory / "attributes.json").write_text('{"shape": ["star"]}')
+    with pytest.raises(RuntimeError, match="attributes.json is damaged.*index --force"):
+        SampleIndex.open(found.directory)
 
 
 def test_new_shards_may_bring_values_and_attributes(tmp_path: Path, shards: Path) -> None:
@@ -127,16 +116,6 @@ def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None
         same.without_attribute("shape", "supcon")
 
 
-def test_values_that_are_missing_or_too_few_are_one_line(tmp_path: Path, shards: Path) -> None:
-    directory = run(tmp_path / "run", s=(shards, ["shape"])).directory
-    (directory / "attributes.json").write_text('{"shape": ["star"]}')
-    with pytest.raises(RuntimeError, match="attributes.json is damaged.*index --force"):
-        SampleIndex.open(directory)
-    (directory / "attributes.json").unlink()
-    with pytest.raises(FileNotFoundError, match="attributes.json.*index --force"):
-        SampleIndex.open(directory)
-
-
 def test_classes(tmp_path: Path, shards: Path) -> None:
     found = run(tmp_path / "run", s=(shards, ["shape", "size"]))
     classes = AttributeClasses(found, "shape")
@@ -162,17 +141,11 @@ def test_classes(tmp_path: Path, shards: Path) -> None:
         (b'{"a": "\xc3\xa9\xe2\x98\x83"}', "é☃"),
         (b'{"a": "\\ud800"}', "?"),
         (b'{"a": true}', None),
-        (b'{"a": null}', None),
         (b'{"a": 2019.0}', "2019"),
-        (b'{"a": -0.0}', "0"),
         (b'{"a": 1.5}', None),
-        (b'{"a": 1e300}', None),
         (b'{"a": ["x"]}', None),
-        (b'{"a": {"b": 1}}', None),
         (b'{"a": " "}', None),
-        (b'["a"]', None),
         (b"\xff\xfe", None),
-        (b"", None),
         (b'{"a": ' + b"9" * 5000 + b"}", None),
         (b"[" * 100_000, None),
     ],
@@ -187,13 +160,3 @@ def test_broken_json_and_numbers_of_any_length(tmp_path: Path) -> None:
     codes, values = run(tmp_path / "run", s=(tmp_path / "shards", ["a"])).attribute("a")
     assert values == ["7", "1" * 18, "007", "9" * 5000]
     assert codes.tolist() == [-1, -1, 3, 1, 2, 0]
-
-
-@in_soak
-def test_a_million_values() -> None:
-    count = 1_000_000
-    column = pa.array(map(str, range(count)), pa.large_string()).dictionary_encode()
-    table = pa.table({f"{ATTRIBUTE}a": column})
-    coded, values = index_tables.to_codes(table)
-    assert len(values["a"]) == count and coded[0].to_numpy()[-1] == count - 1
-    assert index_tables.to_text(coded, values)[0].to_pylist() == table[0].to_pylist()

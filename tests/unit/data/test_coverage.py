@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from mclclip.data.coverage import (
     attribute_coverage,
     check_coverage,
     coverage_report,
-    report_attributes,
 )
 from mclclip.data.epoch_plan import EpochPlan, steps_per_epoch
 from mclclip.data.groups import group_samples
@@ -30,7 +26,7 @@ GROUPED = group_samples(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
 @pytest.mark.parametrize("policy", ["drop", "backoff", "mask", "wrap"])
 def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
     """Against the batches themselves; groups of one size, as an epoch shuffles their order."""
-    for size, batch in ((19, 8), (5, 8), (24, 8), (13, 5)):
+    for size, batch in ((19, 8), (5, 8), (13, 5)):
         grouped = group_samples(np.repeat(np.arange(9), size), (3, 3))
         report = coverage_report(grouped, batch, policy)
         if not report.steps:
@@ -66,14 +62,6 @@ def test_within_the_bound_nobody_warns_unless_drop_loses_groups(caplog) -> None:
     assert "never uses 1 group smaller" in caplog.text
 
 
-def test_a_plan_without_steps_is_refused_before_training() -> None:
-    for policy in ("backoff", "mask"):
-        with pytest.raises(ValueError, match="fill no batch"):
-            check_coverage(group_samples(np.zeros(5, int), (2,)), 8, policy)
-    with pytest.raises(ValueError, match="no sample has a pseudo label"):
-        check_coverage(group_samples(np.full(5, -1), (2,)), 8, "wrap")
-
-
 # --- bounds on the steps of an epoch hold for every way of grouping the samples ------------------
 
 
@@ -81,7 +69,7 @@ POLICIES = ("drop", "backoff", "mask", "wrap")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(labels=st.lists(st.integers(0, 5), min_size=1, max_size=60), batch=st.integers(1, 9))
 def test_any_grouping_lies_within(policy: Policy, labels: list[int], batch: int) -> None:
     grouped = group_samples(np.array(labels), (2, 3))
@@ -89,15 +77,12 @@ def test_any_grouping_lies_within(policy: Policy, labels: list[int], batch: int)
     assert low <= coverage_report(grouped, batch, policy).steps <= high
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("samples", [1, 7, 8, 9, 100])
-def test_one_group_is_exact(policy: Policy, samples: int) -> None:
-    grouped = group_samples(np.zeros(samples, np.int64), ())
-    low, high = steps_per_epoch(samples, 8, policy)
-    assert low == high == coverage_report(grouped, 8, policy).steps
-
-
-def test_pooled_leftovers_make_the_number_certain() -> None:
+def test_one_group_or_pooled_leftovers_make_the_number_certain() -> None:
+    for samples in (7, 8, 100):
+        grouped = group_samples(np.zeros(samples, np.int64), ())
+        for policy in POLICIES:
+            low, high = steps_per_epoch(samples, 8, policy)
+            assert low == high == coverage_report(grouped, 8, policy).steps
     assert steps_per_epoch(10_968_539, 8192, "backoff", 1000) == (1338, 1338)
 
 
@@ -112,7 +97,7 @@ def plan_of(labels: np.ndarray, batch: int, weights: SampleWeights | None = None
 def test_what_an_attribute_leaves_of_a_batch_is_counted_in_the_batches_themselves() -> None:
     """A group has two values of 32: 2.1 nats of a batch of 16, and 0.4 without groups."""
     random = np.random.default_rng(0)
-    codes = random.integers(32, size=6_400)
+    codes = random.integers(32, size=3_200)
     plan = plan_of(codes // 2, 16)
     counted = attribute_coverage(codes, plan)
     losses = []
@@ -129,7 +114,10 @@ def test_what_an_attribute_leaves_of_a_batch_is_counted_in_the_batches_themselve
         assert counted.larger[batch] == pytest.approx(np.log(same).mean(), abs=0.05)
 
 
-def test_an_attribute_that_groups_exhaust_leaves_the_whole_batch() -> None:
+def test_an_attribute_that_groups_exhaust_or_no_sample_has_leaves_the_whole_batch() -> None:
+    counted = attribute_coverage(np.full(400, -1), plan_of(np.zeros(400, int), 16))
+    assert (counted.nats, counted.nats_ungrouped) == pytest.approx((np.log(16), np.log(16)))
+    assert (counted.values, counted.values_in_group) == pytest.approx((1, 1))
     codes = np.repeat(np.arange(8), 100)
     counted = attribute_coverage(codes, plan_of(codes, 20))
     assert (counted.nats, counted.values_in_group) == (pytest.approx(np.log(20)), 1.0)
@@ -149,59 +137,21 @@ def test_samples_with_weights_are_drawn_by_them() -> None:
     assert counted.nats_ungrouped == pytest.approx(expected, abs=0.05)
 
 
-def test_draws_of_weighted_samples_are_spread_as_an_epoch_spreads_them() -> None:
-    """A sample of weight 1 comes once in an epoch of so many draws, so not twice in a batch."""
-    ones = weights_of(np.full(512, 1.0), 512)
-    counted = attribute_coverage(np.arange(512), plan_of(np.zeros(512, int), 64, ones))
-    assert counted.nats == counted.nats_ungrouped == 0.0 and counted.larger == {256: 0.0}
-
-
-@pytest.mark.parametrize(
-    ("per_epoch", "batches"), [(300, []), (1_000, [400]), (20_000, [400, 1600])]
-)
-def test_larger_batches_are_those_that_an_epoch_has(per_epoch: int, batches: list[int]) -> None:
-    weights = weights_of(np.ones(2_000), per_epoch)
-    counted = attribute_coverage(np.arange(2_000), plan_of(np.zeros(2_000, int), 100, weights))
-    assert [*counted.larger] == batches
-
-
-@pytest.mark.parametrize("groups", [1, 16])
-def test_the_log_says_what_larger_batches_leave(
-    groups: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    codes = np.arange(3_200) // 100
-    index: Any = SimpleNamespace(attributes=["bar"], attribute=lambda name: (codes, [name]))
-    plan = plan_of(codes * groups // 32, 16)
-    with caplog.at_level("INFO"):
-        report_attributes(index, plan)
-    counted = attribute_coverage(codes, plan)
-    numbers = [counted.nats, np.log(16), 16, *[counted.nats_ungrouped] * (groups > 1)]
-    for batch, nats in counted.larger.items():
-        numbers += [nats, np.log(batch), batch]
-    _, _, left = caplog.messages[-1].partition("leaves")
-    assert [float(n) for n in re.findall(r"\d+(?:\.\d+)?", left)] == pytest.approx(
-        numbers, abs=0.005
-    )
-
-
-def test_samples_without_a_value_are_not_told_apart() -> None:
-    counted = attribute_coverage(np.full(400, -1), plan_of(np.zeros(400, int), 16))
-    assert (counted.nats, counted.nats_ungrouped) == pytest.approx((np.log(16), np.log(16)))
-    assert (counted.values, counted.values_in_group) == pytest.approx((1, 1))
-
-
-def test_a_value_for_each_sample_leaves_nothing() -> None:
-    counted = attribute_coverage(np.arange(52), plan_of(np.zeros(52, int), 12))
-    assert counted.nats == counted.nats_ungrouped == 0.0 and counted.larger == {48: 0.0}
-    assert (counted.values, counted.values_in_group) == pytest.approx((52, 52))
+def test_larger_batches_are_those_that_an_epoch_has() -> None:
+    """Where a sample of weight 1 comes once in an epoch, it does not come twice in a batch."""
+    for per_epoch, batches in ((200, []), (512, [256]), (20_000, [256, 1024])):
+        weights = weights_of(np.ones(512), per_epoch)
+        counted = attribute_coverage(np.arange(512), plan_of(np.zeros(512, int), 64, weights))
+        assert [*counted.larger] == batches
+        if per_epoch == 512:
+            assert counted.nats == counted.nats_ungrouped == 0.0 and counted.larger == {256: 0.0}
 
 
 def test_of_many_samples_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one group, and of some of many groups."""
-    monkeypatch.setattr(coverage, "_MOST", 3_000)
-    codes = np.random.default_rng(0).integers(8, size=60_000)
-    for groups in (np.zeros(60_000, int), codes % 2, np.arange(60_000) // 6):
+    monkeypatch.setattr(coverage, "_MOST", 1_500)
+    codes = np.random.default_rng(0).integers(8, size=24_000)
+    for groups in (codes % 2, np.arange(24_000) // 6):
         counted = attribute_coverage(codes, plan_of(groups, 4))
         assert counted.values == pytest.approx(8, rel=0.1)
-        within = {1: 8, 2: 4}.get(len(np.unique(groups)))
-        assert within is None or counted.values_in_group == pytest.approx(within, rel=0.02)
+        assert len(np.unique(groups)) > 2 or counted.values_in_group == pytest.approx(4, rel=0.02)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import resource
+import signal
 import tracemalloc
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 
 from mclclip.data.groups import GroupedIndex, StageGroups, group_samples
 from mclclip.data.labels import SampleWeights
+from tests import forks
 
-stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+stable = settings(max_examples=30)
 HUGE = (2**31, 2**31 - 1)  # label spaces from one group to nearly all that int64 holds
 SPACES = ((), (1,), (7,), (3, 2, 2), (70_000,), (1000, 1000, 1000), HUGE)
 
@@ -74,7 +74,7 @@ def test_labels_may_be_mapped_and_of_any_integers(tmp_path, dtype) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("count", [1, 10_000, 10**6, 10**12])
+@pytest.mark.parametrize("count", [1, 10**6, 10**12])
 def test_memory_for_each_sample(count: int, weighted: bool) -> None:
     labels = np.random.default_rng(0).integers(0, count, 400_000)
     values = np.ones(len(labels), np.float32)
@@ -88,20 +88,14 @@ def test_memory_for_each_sample(count: int, weighted: bool) -> None:
 
 def test_a_full_disk_is_an_error_with_a_path(tmp_path) -> None:
     """A file that may not grow stands for a disk that has no room."""
-    code = f"""
-import resource, signal, numpy as np
-from pathlib import Path
-from mclclip.data.groups import StageGroups, group_samples
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-grouped = group_samples(np.arange(200_000) % 7, (7,))
-try:
-    StageGroups(Path({str(tmp_path)!r}) / "groups").write(grouped, np.zeros(0))
-except OSError as error:
-    print(error.filename)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    assert done.stdout.startswith(str(tmp_path / "groups"))
+    grouped = group_samples(np.arange(200_000) % 7, (7,))
+
+    def write() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(OSError) as error:
+            StageGroups(tmp_path / "groups").write(grouped, np.zeros(0))
+        assert str(error.value.filename).startswith(str(tmp_path / "groups"))
+
+    assert forks.exit_code(write) == 0
     assert list((tmp_path / "groups").iterdir()) == []

@@ -14,11 +14,11 @@ from mclclip.data.patterns import ATTRIBUTES, MENTION_RATES
 
 @pytest.fixture(scope="module")
 def drawn() -> list[patterns.Pattern]:
-    return list(patterns.patterns(1500, seed=3))
+    return list(patterns.patterns(800, seed=3))
 
 
 def test_a_picture_depends_on_seed_and_number_alone(drawn: list[patterns.Pattern]) -> None:
-    again = list(itertools.islice(patterns.patterns(20, seed=3), 20))
+    again = list(patterns.patterns(5, seed=3))
     other = next(patterns.patterns(1, seed=4))
     for first, second in zip(drawn, again, strict=False):
         assert first.caption == second.caption
@@ -44,22 +44,13 @@ def test_captions_name_attributes_at_their_rates(drawn: list[patterns.Pattern]) 
 
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 def test_pairs_differ_in_one_attribute_only(attribute: str) -> None:
-    for one, two in patterns.minimal_pairs(attribute, 12, seed=0):
+    for one, two in patterns.minimal_pairs(attribute, 12, seed=1):
         differing = [name for name in ATTRIBUTES if one.values[name] != two.values[name]]
         assert differing == [attribute]
-        assert not np.array_equal(one.image, two.image)
+        # They differ by more than the same picture under another noise would.
+        assert np.abs(one.image.astype(int) - two.image.astype(int)).max() > 30
         # The statements name everything, so that they differ in the attribute's word alone.
         words = zip(one.caption.split(), two.caption.split(), strict=True)
         assert [pair for pair in words if pair[0] != pair[1]] == [
             (one.values[attribute], two.values[attribute])
         ]
-
-
-@pytest.mark.parametrize("attribute", ATTRIBUTES)
-def test_the_attribute_is_visible_above_the_noise(attribute: str) -> None:
-    """The pictures of a pair differ by more than the same picture under another noise would."""
-    changes = [
-        np.abs(one.image.astype(int) - two.image.astype(int)).max()
-        for one, two in patterns.minimal_pairs(attribute, 12, seed=1)
-    ]
-    assert min(changes) > 30

@@ -18,7 +18,6 @@ from mclclip.data.labels import WEIGHT_UNIT, SampleWeights, locate_draws
 from mclclip.data.options import DataConfig, PlanConfig, Policy, SourceConfig
 from mclclip.run.artifacts import INTENT
 from mclclip.util.files import write_json
-from tests.matrix import kept
 
 NUM_SAMPLES, RADICES = 600, (3, 2)
 RNG = np.random.default_rng(7)
@@ -40,17 +39,19 @@ def counts(plan: EpochPlan) -> np.ndarray:
     return np.bincount(np.concatenate(ids), minlength=NUM_SAMPLES)
 
 
-@pytest.mark.parametrize("block", [2, 64])
-def test_an_epoch_in_blocks_draws_the_same_samples_as_often(block: int) -> None:
+def test_an_epoch_in_blocks_draws_the_same_samples_as_often(block: int = 2) -> None:
     """In another order: draws are numbered alike, and blocks of them are shuffled."""
     grouped = group_samples(np.zeros(NUM_SAMPLES, np.int64), (1,), weights=weights(per_epoch=640))
+    assert grouped.num_draws == 640  # a virtual epoch scales all weights, and none
+    plain = group_samples(LABELS, RADICES, weights=weights(None, 160))
+    assert plan_of(plain, "backoff").steps_per_epoch == 160 // 16
     one, other = plan_of(grouped, "drop"), plan_of(grouped, "drop", block=block)
     assert one.remainder == 0 and counts(one).max() > 1
     np.testing.assert_array_equal(counts(one), counts(other))
     assert one.batch(0).ids.tolist() != other.batch(0).ids.tolist()
 
 
-@pytest.mark.parametrize("num_rows", kept([1, 2, 63, 64, 65, 1000, 5000], 1, 65, 1000))
+@pytest.mark.parametrize("num_rows", [1, 65, 1000])
 def test_a_group_draws_every_row_as_often_as_its_weight_says(num_rows: int) -> None:
     """Against the definition: pieces of equal weight, one random point in each."""
     rng = np.random.default_rng(num_rows)
@@ -77,22 +78,6 @@ def test_a_group_draws_every_row_as_often_as_its_weight_says(num_rows: int) -> N
         found += per_row
     # The mean of 40 epochs deviates by at most 5 standard errors of a fraction (1/2) in each.
     assert np.abs(found / epochs - units * draws / ends[-1]).max() < 5 * 0.5 / np.sqrt(epochs)
-
-
-def test_every_run_of_draws_has_a_point_of_its_own() -> None:
-    """By one point for all, weights of 0.5 would draw all even rows of a group or all odd ones."""
-    draws, run = 2560, 64
-    rows, _ = locate_draws(
-        np.cumsum(np.full(2 * draws, WEIGHT_UNIT // 2)),
-        np.tile([[0, 2 * draws]], (draws, 1)),
-        np.full(draws, draws),
-        np.arange(draws),
-        np.zeros(draws, np.uint64),
-    )
-    odd = (rows % 2).reshape(-1, run)
-    assert (odd == odd[:, :1]).all()  # all of a run at the same place of their pieces
-    # Of 40 runs; a fair coin is outside of these bounds once in 1,500 keys, and this key is fixed.
-    assert 10 <= odd[:, 0].sum() <= 30
 
 
 def test_huge_groups_do_not_overflow() -> None:
@@ -151,26 +136,6 @@ def test_a_group_of_few_draws_is_drawn_from_at_least_once() -> None:
     heavy = SampleWeights(np.full(400, 2.25), np.ones(1), np.zeros(400, np.int32), None)
     drawn = group_samples(np.arange(400), (400,), weights=heavy).draws
     assert drawn is not None and set(drawn.tolist()) == {2, 3} and drawn.sum() == 900
-
-
-def test_more_draws_than_can_be_computed_with_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"3,000,000,000 draws .* at most 2,000,000,000: lower"):
-        weights().draws(np.array([3 * 10**9 * WEIGHT_UNIT]))
-    assert weights().draws(np.array([2 * 10**9 * WEIGHT_UNIT])).tolist() == [2 * 10**9]
-
-
-def test_no_sample_in_use_is_the_plans_own_error() -> None:
-    grouped = group_samples(np.full(NUM_SAMPLES, -1), RADICES, weights=weights())
-    with pytest.raises(ValueError, match="no sample has a pseudo label"):
-        plan_of(grouped, "backoff")
-
-
-def test_virtual_epochs_scale_all_weights() -> None:
-    for per_epoch in (160, 4800):
-        grouped = group_samples(LABELS, RADICES, weights=weights(per_epoch=per_epoch))
-        assert grouped.num_draws == per_epoch
-        plain = group_samples(LABELS, RADICES, weights=weights(None, per_epoch))
-        assert plan_of(plain, "backoff").steps_per_epoch == per_epoch // 16
 
 
 @pytest.mark.parametrize("radices", [RADICES, (10**6, 10**6)])
@@ -241,10 +206,8 @@ def test_weights_of_samples_and_sources_multiply(opened: Callable[..., Any]) -> 
     ("values", "word"),
     [
         ([1, 1], r"shape \(2,\), the index has 6 samples: give one weight"),
-        (np.ones((6, 1)), "shape"),
         ([1, 1, -1, 1, 1, 1], "sample 2 is -1.0, wanted numbers from 0"),
         ([1, np.nan, 1, 1, 1, 1], "sample 1 is nan"),
-        ([1, 1, 1, np.inf, 1, 1], "sample 3 is inf"),
         ([0] * 6, "all weights are 0"),
         (["x"] * 6, "holds <U1 of shape"),
         ([object()] * 6, "no .npy file of numbers"),

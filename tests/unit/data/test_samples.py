@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import random
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
+import mclclip.util.torchvision_fix  # noqa: F401
+
+# isort: split
+import open_clip
+
 from mclclip.data import samples as samples_module
 from mclclip.data.bytes import BadSample, RawSample
-from mclclip.data.decode import decode_image
 from mclclip.data.findings import Findings
 from mclclip.data.index_tables import Shard, join_rows, write_tables
 from mclclip.data.options import DataConfig
@@ -25,7 +29,6 @@ from mclclip.data.remote import StoredFile
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.tars import write_tar
@@ -114,67 +117,15 @@ def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
     assert [sample.sample_id for sample in samples] == ids
     images = [place for place in files if place[1] in set(dataset.index.image_offset.tolist())]
     assert images == sorted(images)
-
-
-def test_one_sample_and_the_whole_length(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), transform=to_tensor, **TEXTS)
-    assert len(dataset) == NUM_SAMPLES
-    sample = dataset[7]
-    assert isinstance(sample, Sample)
-    assert sample.views[0].shape == (3, 4, 6)
-    assert sample.text is not None and sample.text_features is None
-    assert torch.equal(sample.text, tokenize(["caption 0 of 7"])[0])
+    for sample, number in zip(samples, ids, strict=True):
+        assert isinstance(sample, Sample) and sample.text_features is None
+        assert sample.text is not None
+        assert torch.equal(sample.text, tokenize([f"caption 0 of {number}"])[0])
     for outside in (-1, NUM_SAMPLES):
         with pytest.raises(IndexError, match=f"sample_id {outside}, the index has 0..22"):
             dataset[outside]
-
-
-def test_image_alone_reads_no_captions(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), transform=to_tensor, **IMAGES)
-    raw = dataset.read_many([4])[0]
-    assert isinstance(raw, RawSample) and raw.image == png(4) and raw.text == b""
-    sample = dataset[4]
-    assert isinstance(sample, Sample) and sample.text is None and sample.text_features is None
-
-
-def test_an_image_is_decoded_once_for_all_its_views(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), transform=to_tensor, **TEXTS)
-    decoded, begun, seen = [], [], []
-
-    def decode(data: bytes, max_image_pixels: int, *reads: bool) -> Image.Image:
-        decoded.append(data)
-        return decode_image(data, max_image_pixels)
-
-    def view(name: str, image: Image.Image) -> torch.Tensor:
-        begun.append(name)
-        seen.append(f"view {name}")
-        return to_tensor(image) + len(seen)
-
-    def tokenizer(texts: list[str]) -> torch.Tensor:
-        seen.append(f"text {begun[-1]}")
-        return tokenize(texts)
-
-    monkeypatch.setattr(samples_module, "decode", decode)
-    dataset.tokenizer = tokenizer
-    views = [partial(view, name) for name in "abc"]
-    good, bad = (dataset.decode(raw, 0, views) for raw in dataset.read_many([4, 2]))
-    assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")
-    assert decoded == [png(4), b"x"] and seen == ["view c", "view b", "view a", "text a"]
-    assert [int(view[0, 0, 0]) for view in good.views] == [7, 6, 5]
-
-
-def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
-    for captions, wanted in (
-        ("json:captions", captions_of(8)),
-        ("json:caption", captions_of(8)[:1]),
-        ("txt", captions_of(8)[:1]),
-    ):
-        dataset = TarDataset(
-            make_index(tmp_path / captions.replace(":", "_"), captions=captions), **IMAGES
-        )
-        assert dataset.bytes.captions_of([8])[0] == wanted
+    bare = TarDataset(dataset.index, transform=to_tensor, **IMAGES)  # reads no captions
+    assert bare.read_many([4]) == [RawSample(4, png(4), b"")]
 
 
 def test_captions_are_stripped_and_read_by_their_byte_order_mark(tmp_path: Path) -> None:
@@ -184,6 +135,8 @@ def test_captions_are_stripped_and_read_by_their_byte_order_mark(tmp_path: Path)
     write_tar(path, [*members, *((f"{n}.png", png(n)) for n in range(3))])
     dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), transform=None, **IMAGES)
     assert dataset.bytes.captions_of([0, 1, 2]) == [["caf\u00e9"], ["caf\u00e9"], []]
+    dataset = TarDataset(make_index(tmp_path / "json", captions="json:caption"), **IMAGES)
+    assert dataset.bytes.captions_of([8])[0] == captions_of(8)[:1]
 
 
 def test_bad_samples_are_returned_with_their_reason(tmp_path: Path) -> None:
@@ -235,25 +188,6 @@ def test_a_missing_shard_is_an_error_not_a_bad_sample(tmp_path: Path) -> None:
         dataset[PER_SHARD]
 
 
-def test_pixels_equal_open_clips_own_transform(tmp_path: Path) -> None:
-    import mclclip.util.torchvision_fix  # noqa: F401
-
-    transform = pytest.importorskip("open_clip.transform").image_transform(24, is_train=False)
-    noise = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
-    images = []
-    for mode in ("RGB", "L", "CMYK"):
-        stream = io.BytesIO()
-        Image.fromarray(noise).convert(mode).save(stream, "JPEG")
-        images.append(stream.getvalue())
-    dataset = TarDataset(
-        make_index(tmp_path, dict(enumerate(images))), transform=transform, **IMAGES
-    )
-    for number, data in enumerate(images):
-        sample = dataset[number]
-        assert isinstance(sample, Sample)
-        assert torch.equal(sample.views[0], transform(Image.open(io.BytesIO(data))))
-
-
 # --- file handles ------------------------------------------------------------------------------
 
 
@@ -271,39 +205,11 @@ def test_open_files_are_bounded_and_closed(tmp_path: Path) -> None:
         for sample_id in range(0, NUM_SAMPLES, PER_SHARD):
             assert colour(dataset[sample_id]) == sample_id
             assert 1 <= open_tars() - before <= 2
-    del dataset
+    opened = open_tars()
+    copy = pickle.loads(pickle.dumps(dataset))  # which leaves them behind
+    assert open_tars() == opened and colour(copy[22]) == 22
+    del dataset, copy
     assert open_tars() == before
-
-
-def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
-    paths = []
-    for number in range(3):
-        paths.append(str(tmp_path / str(number)))
-        Path(paths[-1]).write_bytes(bytes([number]) * 10)
-    reader = ShardReader([StoredFile(path) for path in paths], DataConfig(max_open_files=2))
-    assert reader.read(0, 2, 3) == b"\0\0\0"
-    reader.read(1, 0, 1)
-    reader.read(0, 0, 1)
-    reader.read(2, 0, 1)  # closes 1, not 0
-    os.unlink(paths[0])
-    os.unlink(paths[1])
-    assert reader.read(0, 8, 5) == b"\0\0"  # the end of the file
-    assert reader.read(0, 10, 5) == b"" and reader.read(0, 0, 0) == b""
-    with pytest.raises(FileNotFoundError, match="/1 is not on disk any more"):
-        reader.read(1, 0, 1)
-
-
-def test_pickling_leaves_the_handles_behind(tmp_path: Path) -> None:
-    dataset = TarDataset(
-        make_index(tmp_path),
-        transform=to_tensor,
-        **TEXTS | {"options": DataConfig(max_open_files=3)},
-    )
-    assert colour(dataset[3]) == 3
-    before = open_tars()
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert open_tars() == before > 0
-    assert colour(copy[22]) == 22 and colour(dataset[4]) == 4
 
 
 def test_a_forked_child_reads_with_handles_of_its_own(
@@ -333,27 +239,6 @@ def test_a_forked_child_reads_with_handles_of_its_own(
     assert reader.read(0, 0, 512) == wanted
 
 
-def test_threads_share_a_reader(tmp_path: Path) -> None:
-    paths = []
-    for number in range(4):
-        paths.append(str(tmp_path / str(number)))
-        Path(paths[-1]).write_bytes(bytes([number]) * 64)
-    reader = ShardReader([StoredFile(path) for path in paths], DataConfig(max_open_files=1))
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        for shard in np.random.default_rng(seed).integers(0, 4, 500).tolist():
-            if reader.read(shard, 3, 9) != bytes([shard]) * 9:
-                wrong.append(shard)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 # --- text embeddings ---------------------------------------------------------------------------
 
 
@@ -366,33 +251,19 @@ def write_text_features(directory: Path, index: SampleIndex, dtype: str) -> None
         np.save(directory / f"{number:05d}.npy", np.array(rows, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_caption_finds_its_row(tmp_path: Path, dtype: str) -> None:
-    index = make_index(tmp_path)
-    write_text_features(tmp_path / "text", index, dtype)
-    features = StoredRows(tmp_path / "text", index)
-    for _ in range(2):
-        for sample_id in np.random.default_rng(0).permutation(NUM_SAMPLES).tolist():
-            for number in range(len(captions_of(sample_id))):
-                row = features.get(sample_id, number)
-                assert row.dtype == dtype and row.tolist() == [sample_id, number, 1]
-            with pytest.raises(AssertionError):
-                features.get(sample_id, len(captions_of(sample_id)))
-    copy = pickle.loads(pickle.dumps(features))
-    assert copy.get(8, 2).tolist() == [8, 2, 1]
-    assert len(pickle.dumps(features)) < 2_000
-
-
-def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
+def test_every_caption_finds_its_row(tmp_path: Path) -> None:
     index = make_index(tmp_path)
     write_text_features(tmp_path / "text", index, "float16")
     features = StoredRows(tmp_path / "text", index)
-    dataset = TarDataset(index, transform=to_tensor, **TEXTS, text_features=features)
-    raw = dataset.read_many([8])[0]
-    assert isinstance(raw, RawSample) and raw.text == b""
-    sample = dataset.decode(raw, caption_number=2)
-    assert isinstance(sample, Sample) and sample.text is None
-    assert sample.text_features is not None and sample.text_features.tolist() == [8, 2, 1]
+    for sample_id in np.random.default_rng(0).permutation(NUM_SAMPLES).tolist():
+        for number in range(len(captions_of(sample_id))):
+            row = features.get(sample_id, number)
+            assert row.dtype == "float16" and row.tolist() == [sample_id, number, 1]
+        with pytest.raises(AssertionError):
+            features.get(sample_id, len(captions_of(sample_id)))
+    copy = pickle.loads(pickle.dumps(features))
+    assert copy.get(8, 2).tolist() == [8, 2, 1]
+    assert len(pickle.dumps(features)) < 2_000
 
 
 def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -408,3 +279,61 @@ def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         np.save(tmp_path / "text" / "00000.npy", wrong)
         with pytest.raises(RuntimeError, match="'mclclip embed --text --force'"):
             features.get(0, 0)
+
+
+# --- what is tokenised -------------------------------------------------------------------------
+
+
+WORDS = {
+    "english": "a photo of two dogs, which play in the park & are happy! 1,024 px".split(),
+    "others": "два щенка играют \u4e24\u53ea\u72d7\u5728\u516c\u56ed\u91cc d\u00e9j\u00e0 vu "
+    "\U0001f415\U0001f415 \U0001f602\U0001f602\U0001f602 &amp; Donaudampfschifffahrt".split(),
+}
+
+
+class Recording:
+    """A tokenizer that notes what it is given."""
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length, self.lengths = context_length, list[int]()
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        self.lengths += [len(text) for text in texts]
+        return torch.zeros(len(texts), self.context_length, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("context", [77, 600])
+@pytest.mark.parametrize("words", WORDS)
+def test_long_captions_keep_their_tokens(words: str, context: int) -> None:
+    own = open_clip.SimpleTokenizer(context_length=context)
+    draw = random.Random(context)
+    spaces = [" ", "  ", "\n", "\r\n\t", " " * 40, "\u00a0"]
+    texts = [
+        "".join(
+            part for _ in range(n) for part in draw.choices(WORDS[words]) + draw.choices(spaces)
+        )
+        for n in (5, 2000)
+    ]
+    texts.append("x" + " " * 90_000 + texts[-1])
+    assert torch.equal(samples_module.tokenize(own, texts), own(texts))
+
+
+def test_what_a_tokenizer_is_given_is_bounded() -> None:
+    texts = ["a" * 10**7, " x" * 5_000_000, "x" + " " * 10**7 + "y", "a" * 4096, "a b " * 1024]
+    recording = Recording(77)
+    samples_module.tokenize(recording, texts)
+    assert recording.lengths == [4096, 8192, 100_000, 4096, 4096]
+    recording = Recording(1000)
+    samples_module.tokenize(recording, texts)
+    assert recording.lengths == [32_000, 64_000, 100_000, 4096, 4096]
+
+
+def test_a_data_set_cuts_what_it_tokenises(tmp_path: Path) -> None:
+    sample = PackedSample("0", png(0), "png", ["a " * 10**6])
+    paths = write_shards([sample], tmp_path / "shards", 5)
+    index = build_index(tmp_path / "index", paths, "json:captions")
+    recording = Recording(77)
+    options = DataConfig(max_image_pixels=LIMIT)
+    data = TarDataset(index, options, to_tensor, tokenizer=recording)
+    assert isinstance(data[0], Sample) and recording.lengths == [8191]
+    assert len(data.bytes.captions_of([0])[0][0]) == 2 * 10**6 - 1  # what is not tokenised is whole

@@ -41,7 +41,7 @@ def save(path: Path, uids: Any) -> str:
 # --- uids --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 7, 8, 9, 255, 256, 1000])
+@pytest.mark.parametrize("number", [0, 1, 3, 8, 1000])
 def test_uids_are_found_as_a_set_finds_them(tmp_path: Path, number: int) -> None:
     rng = np.random.default_rng(number)
     # Few upper halves: ties are decided by the lower ones. The largest values overflow no sum.
@@ -62,7 +62,7 @@ def test_hex_digits_become_the_upper_and_the_lower_half() -> None:
     assert to_uids(pa.array([], pa.string()))[0].shape == (0,)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+@pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_order_is_checked_across_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_once: int
 ) -> None:
@@ -116,28 +116,12 @@ def why(chosen: ShardFilter, path: Path, keys: list[str], **jsons: Any) -> list[
     return chosen.why_not("/x/0.tar", keys, lambda number: data[number])
 
 
-def test_samples_are_taken_whose_uid_the_subset_has(tmp_path: Path) -> None:
+def test_a_uid_that_the_parquet_lacks_is_that_of_the_json(tmp_path: Path) -> None:
     path = tmp_path / "0.parquet"
-    rows = {
-        "url": ["unread"] * 4,
-        "key": ["c", "a", "b", "gone"],
-        "uid": [f"{number:032x}" for number in (1, 99, 2, 3)],
-    }
-    pq.write_table(pa.table(rows), path, row_group_size=2)
-    chosen = ShardFilter.of(save(tmp_path / "u.npy", uids_of(*range(8))))
-    assert why(chosen, path, ["a", "b", "c", "new"]) == ["subset", None, None, "no_uid"]
-    assert why(chosen, path, []) == []
-
-
-@pytest.mark.parametrize("with_parquet", [False, True])
-def test_a_uid_that_the_parquet_lacks_is_that_of_the_json(
-    tmp_path: Path, with_parquet: bool
-) -> None:
-    path = tmp_path / "0.parquet"
-    if with_parquet:
-        pq.write_table(pa.table({"key": ["a", "b"], "uid": ["5", None]}), path)
+    table = pa.table({"url": ["unread"] * 3, "key": ["b", "a", "gone"], "uid": [None, "5", "7"]})
+    pq.write_table(table, path, row_group_size=2)
     chosen = ShardFilter.of(save(tmp_path / "u.npy", uids_of(1, 5)))
-    jsons = {"a": {"uid": "1"}, "b": {"uid": "05"}, "c": {"uid": 5}, "d": b"{", "e": {"uid": "2"}}
+    jsons = {"a": {"uid": "2"}, "b": {"uid": "05"}, "c": {"uid": 5}, "d": b"{", "e": {"uid": "2"}}
     found = why(chosen, path, ["a", "b", "c", "d", "e"], **jsons)
     assert found == [None, None, "no_uid", "no_uid", "subset"]
 
@@ -148,22 +132,16 @@ def test_uids_that_are_nowhere_are_one_line(tmp_path: Path) -> None:
         why(chosen, tmp_path / "none.parquet", ["a", "b"], a={"id": 1})
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ({"uid": ["1"]}, r"has no column key, it has uid"),
-        ({"key": ["a"], "uid": ["1"], "y": ["2"]}, r"has 2 column uid, it has key, uid, uid"),
-        ({"key": [1], "uid": ["1"]}, r"has keys of type int64, wanted text"),
-    ],
-)
-def test_metadata_that_lacks_columns_is_one_line(
-    tmp_path: Path, rows: dict[str, Any], message: str
-) -> None:
-    path, table = tmp_path / "0.parquet", pa.table(rows)
-    names = ["uid" if name == "y" else name for name in table.column_names]
-    pq.write_table(table.rename_columns(names), path)
-    with pytest.raises(ValueError, match=rf"0\.parquet {message}"):
-        why(ShardFilter.of(save(tmp_path / "u.npy", uids_of(1))), path, ["a"])
+def test_metadata_that_lacks_columns_is_one_line(tmp_path: Path) -> None:
+    path, chosen = tmp_path / "0.parquet", ShardFilter.of(save(tmp_path / "u.npy", uids_of(1)))
+    for table, message in (
+        (pa.table({"uid": ["1"]}), "has no column key, it has uid"),
+        (pa.table([["a"], ["1"], ["2"]], ["key", "uid", "uid"]), "has 2 column uid, it has key, u"),
+        (pa.table({"key": [1], "uid": ["1"]}), "has keys of type int64, wanted text"),
+    ):
+        pq.write_table(table, path)
+        with pytest.raises(ValueError, match=rf"0\.parquet {message}"):
+            why(chosen, path, ["a"])
 
 
 def test_damaged_metadata_is_one_line(tmp_path: Path) -> None:
@@ -176,7 +154,7 @@ def test_damaged_metadata_is_one_line(tmp_path: Path) -> None:
     chosen = ShardFilter.of(save(tmp_path / "u.npy", uids_of(*range(60))))
     assert why(chosen, path, keys) == [None] * 60
     cuts = [0, 3, 50, len(data) // 2, len(data) - 1]
-    for cut in cuts + [None] * (3000 if SOAK else 150):
+    for cut in cuts + [None] * (3000 if SOAK else 80):
         worse = bytearray(data[:cut])
         for place in rng.integers(0, len(data), 3) if cut is None else ():
             worse[place] = rng.integers(256)

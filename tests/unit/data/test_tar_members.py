@@ -12,7 +12,9 @@ import signal
 import tarfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,6 @@ from mclclip.data.findings import MAX_EXAMPLES, REASONS
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import scan_shard
 from mclclip.data.tar_members import Member, TarFault, read_members
-from tests.benchmarks import memory
 from tests.hostile_tars import (
     BLOCK,
     FORMATS,
@@ -37,7 +38,7 @@ from tests.hostile_tars import (
 )
 from tests.matrix import IN_SOAK
 
-NUM_SLICE, NUM_SOAK = 150, 20_000
+NUM_SLICE, NUM_SOAK = 80, 20_000
 END = bytes(2 * BLOCK)
 GOOD = member("a.jpg", b"image") + member("a.txt", b"caption")
 
@@ -156,17 +157,13 @@ SPARSE_JUNK = bytearray(header("s.jpg", b"S", octal(600)))
 SPARSE_JUNK[386:483] = b"\xff" * 97
 BAD = {
     "negative_size": (header(size=base_256(-512)), "damaged_shard"),
-    "negative_size_back_to_the_start": (header(size=base_256(-3 * 1024)), "damaged_shard"),
     "negative_octal": (header(size=b"-0000001000\0"), "damaged_shard"),
     "negative_pax_size": (pax(record("size", "-1024")) + header(), "damaged_shard"),
     "negative_size_of_records": (header("p", b"x", base_256(-1024)), "damaged_shard"),
-    "negative_size_of_a_name": (header("p", b"L", base_256(-1024)), "damaged_shard"),
     "negative_size_of_a_sparse_file": (header("p", b"S", base_256(-1024)), "damaged_shard"),
     "two_to_the_80": (header(size=base_256(2**80)), "damaged_shard"),
-    "two_to_the_80_in_pax": (pax(record("size", str(2**80))) + header(), "damaged_shard"),
     "forty_gigabytes": (header(size=base_256(40 << 30)), "truncated_shard"),
     "forty_gigabytes_of_records": (header("p", b"x", base_256(40 << 30)), "damaged_shard"),
-    "forty_gigabytes_of_a_name": (header("p", b"L", base_256(40 << 30)), "damaged_shard"),
     "chain_of_long_names": (CHAIN + header(), "damaged_shard"),
     "chain_of_records": (pax(record("comment", "x")) * 5000 + header(), "damaged_shard"),
     "long_name_of_nothing": (long_name("x") + END, "damaged_shard"),
@@ -277,7 +274,8 @@ def mutations(path: Path, number: int) -> tuple[set[str | None], int]:
 @pytest.mark.parametrize("number", [NUM_SLICE, pytest.param(NUM_SOAK, marks=IN_SOAK)])
 def test_mutated_tars_end_and_show_nothing_new(tmp_path: Path, number: int) -> None:
     """In a process of its own, whose peak is not that of earlier tests."""
-    ends, grown_kib = memory.in_fresh_process(mutations, tmp_path / "x.tar", number)
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        ends, grown_kib = pool.submit(mutations, tmp_path / "x.tar", number).result()
     assert grown_kib < 100_000
     faults = ("truncated_shard", "damaged_shard", "unreadable_shard", "data_after_end")
     assert ends >= {None, *faults}

@@ -96,7 +96,6 @@ def test_patterns_name_files_in_order_and_the_digest_follows_the_bytes(tmp_path:
         ([{"text": "a"}], [[1.0, 2.0], [3.0, 4.0]], "2 rows.* 1 lines"),
         ([{"key": "a"}, {"key": "a"}], [[1.0, 2.0], [3.0, 4.0]], "row 2 .*number"),
         ([{"caption": "a"}], [[1.0, 2.0]], "line 1.*'text'"),
-        ([{"key": "a", "number": -1}], [[1.0, 2.0]], "line 1"),
         ([{"text": "a"}], [[1, 2]], "int64"),
         ([{"text": "a"}], [1.0], r"float64 \[1\]"),
     ],

@@ -12,15 +12,12 @@ import torch
 from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_generators
 from mclclip.data.bytes import RawSample
 from mclclip.data.decode import decode_image
-from mclclip.data.groups import group_samples
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.util.randomness import mix
 from tests.unit.data.test_batches import (
-    LABELS,
     NUM_SAMPLES,
-    RADICES,
     assert_equal,
     augment,
     make,
@@ -39,7 +36,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     return make_index(tmp_path_factory.mktemp("views"), BAD, BARE)
 
 
-def batches_of(batches: TrainingBatches, num_steps: int = 4) -> list[Batch]:
+def batches_of(batches: TrainingBatches, num_steps: int = 2) -> list[Batch]:
     first = batches.steps_per_epoch - num_steps // 2  # over the end of an epoch
     return [batches[step] for step in range(first, first + num_steps)]
 
@@ -121,7 +118,7 @@ def test_replacements_have_captions_where_captions_are_read(
         text = {"text_features": StoredRows(tmp_path, index)}
     batches = make(index, num_views=2, transform=plain, global_batch=8, **text)
     reasons = set()
-    for step in range(batches.steps_per_epoch):
+    for step in range(0, batches.steps_per_epoch, 3):
         batch = batches[step]
         ids = batch.sample_id.tolist()
         assert not set(ids) & (BARE | BAD) and len(set(ids)) == 8
@@ -136,13 +133,3 @@ def test_replacements_have_captions_where_captions_are_read(
             assert batch.text is not None
             assert [int(text_of(row).split()[0]) for row in batch.text] == ids
     assert reasons == {"no_caption", "unidentified"}
-
-
-def test_a_plan_without_them_is_what_a_training_draws_from(index: SampleIndex) -> None:
-    labels = LABELS.copy()
-    labels[index.without_caption("this test")] = -1
-    batches = make(index, grouped=group_samples(labels, RADICES), transform=plain)
-    for step in range(batches.steps_per_epoch):
-        batch = batches[step]
-        assert set(batch.replaced.values()) <= {"unidentified"}
-        assert not set(batch.sample_id.tolist()) & BARE

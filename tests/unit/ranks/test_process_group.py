@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from mclclip.ranks import collectives, process_group
+from mclclip.ranks.failures import Lost
 from mclclip.ranks.process_group import SINGLE, Context
-from tests import tiny
-from tests.device_waits import DEVICE, following
-from tests.matrix import in_soak, kept
+from tests import forks
+from tests.matrix import kept
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -60,15 +59,19 @@ def test_variables_that_name_no_place_are_refused(
         process_group.init("cpu")
 
 
-def test_ranks_that_never_come_are_waited_for_until_the_limit() -> None:
-    code = "from mclclip.ranks import process_group; process_group.init('cpu', limit_s=0.5)"
-    variables = TORCHRUN | {"WORLD_SIZE": "2", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-        env=tiny.environment() | variables,
-    )  # fmt: skip
-    lines = [line for line in done.stderr.splitlines() if "WORLD_SIZE=2" in line]
-    assert done.returncode != 0 and len(lines) == 2 and "peer_timeout_s" in lines[0]
+def test_ranks_that_never_come_are_waited_for_until_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "2", "MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+
+    def wait() -> None:
+        with pytest.raises(Lost, match="within 0.5 s; .*WORLD_SIZE=2"):
+            process_group.init("cpu", limit_s=0.5)
+        (warning,) = (message for message in caplog.messages if "WORLD_SIZE=2" in message)
+        assert "peer_timeout_s" in warning
+
+    assert forks.exit_code(wait) == 0
 
 
 def test_accelerate_without_ranks_is_said(
@@ -90,25 +93,25 @@ def test_a_group_is_joined_and_left(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
-OPENED = """
-import os, sys
-import torch.distributed as dist
-from mclclip.ranks import process_group
-store, child = f"file://{sys.argv[1]}/store", os.fork()
-rank = 0 if child else 1
-dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-with open(f"{sys.argv[1]}/{rank}", "w") as said:
-    said.write(str(process_group.init("cpu")))
-dist.barrier()
-os._exit(os.waitpid(child, 0)[1] if child else 0)
-"""
-
-
-def test_a_group_of_another_library_is_joined_as_it_is(tmp_path: Path) -> None:
+def test_a_group_of_another_library_is_joined_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the variables say."""
-    others = {"RANK": "5", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-c", OPENED, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120, env=tiny.environment() | others)
+    for name, value in (TORCHRUN | {"RANK": "5"}).items():
+        monkeypatch.setenv(name, value)
+
+    def both() -> None:
+        child = os.fork()
+        rank = 0 if child else 1
+        store = f"file://{tmp_path}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        (tmp_path / str(rank)).write_text(str(process_group.init("cpu")))
+        torch.distributed.barrier()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    assert forks.exit_code(both) == 0
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == str(Context(rank, 2, 0, torch.device("cpu")))
 
@@ -129,69 +132,32 @@ def test_auto_is_the_gpu_of_this_rank_where_there_is_one(monkeypatch: pytest.Mon
     assert process_group.pick_device("cpu", local_rank=1) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert process_group.pick_device("auto", local_rank=1) == torch.device("cpu")
-
-
-def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="torch sees no GPU here: set device=cpu or auto"):
         process_group.pick_device("cuda")
-
-
-ARITHMETIC = """
-import os, sys, torch
-from mclclip.ranks import process_group
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 1
-torch.cuda.set_device = lambda number: None
-process_group.init("cuda", deterministic=sys.argv[1] == "yes")
-print(
-    torch.backends.cudnn.allow_tf32,
-    torch.are_deterministic_algorithms_enabled(),
-    torch.is_deterministic_algorithms_warn_only_enabled(),
-    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-)
-"""
-
-
-@pytest.mark.parametrize(
-    ("deterministic", "settled"),
-    [("yes", "False True False :4096:8"), ("no", "False False False None")],
-)
-@in_soak
-def test_the_arithmetic_of_a_gpu(deterministic: str, settled: str) -> None:
-    """torch must not only warn of such operations: attention would still add in any order."""
-    done = subprocess.run(
-        [sys.executable, "-c", ARITHMETIC, deterministic], capture_output=True, text=True
-    )
-    assert done.stdout.strip() == settled, done.stderr
-
-
-# --- copies -----------------------------------------------------------------------------------
-
-
-def test_copies_to_a_gpu_begin_in_pinned_memory() -> None:
     assert process_group.choose_memory(torch.device("cuda", 1)) == "pinned"
     assert process_group.choose_memory(torch.device("cpu")) == "pageable"
 
 
-@pytest.mark.parametrize(("memory", "pinned"), [("pinned", 1), ("pageable", 0), (None, 0)])
-def test_values_arrive_without_a_wait(
-    monkeypatch: pytest.MonkeyPatch, memory: Any, pinned: int
-) -> None:
-    calls: list[Tensor] = []
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_arithmetic_of_a_gpu(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    """torch must not only warn of such operations: attention would still add in any order."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
 
-    def pin(tensor: Tensor) -> Tensor:  # a machine without a GPU has no such memory
-        calls.append(tensor)
-        return tensor.clone()
+    def begin() -> None:
+        process_group.init("cuda", deterministic=deterministic)
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        assert workspace == (":4096:8" if deterministic else None)
 
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    values = torch.tensor([3, 1, 2])
-    with following() as waits:
-        waits.recording = True
-        moved = process_group.to_device(values, DEVICE, memory)
-        assert waits.on_device(moved) and not waits.on_device(values)
-        assert not waits.found
-    assert torch.equal(moved, values) and len(calls) == pinned
+    assert forks.exit_code(begin) == 0
+
+
+# --- copies -----------------------------------------------------------------------------------
 
 
 # --- seeds and threads -------------------------------------------------------------------------

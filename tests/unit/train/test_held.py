@@ -29,11 +29,7 @@ SUM = "train.objective=[{kind: info_nce}%s]"
 STORED_ROWS = {f"base_{what}": (None, what) for what in ("image_features", "text_features")}
 
 
-def held(*terms: str) -> str:
-    return SUM % "".join(f", {TERM % each}" for each in terms)
-
-
-STORED = held("", ", what: features")
+STORED = SUM % f", {TERM % ''}, {TERM % ', what: features'}"
 
 
 def options(run_dir: Path, data: Path, *more: str) -> Config:
@@ -94,7 +90,7 @@ def test_stored_features_hold_a_training(labelled: Path, data: Path, tmp_path: P
         run_dir = tmp_path / weight
         shutil.copytree(labelled, run_dir)
         term = TERM.replace("0.5", weight) % ", what: features"
-        config = options(run_dir, data, SUM % f", {term}", "train.steps=6")
+        config = options(run_dir, data, SUM % f", {term}")
         rows = losses(config)
         cosines[weight] = rows[-1]["1_preserve/teacher_cosine"]
         inputs = read_manifest(run_dir / "stage_1/train", "train").inputs
@@ -107,23 +103,15 @@ _HARD = "{rules: [colour], per_caption: 16}"
 EDITS = ["train.lock.text=false", f"train.objective={{kind: info_nce, hard_captions: {_HARD}}}"]
 
 
-@pytest.fixture(scope="module")
-def edited(labelled: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the edits of its captions embedded; tests copy it."""
-    run_dir = tmp_path_factory.mktemp("edited") / "run"
-    shutil.copytree(labelled, run_dir)
-    config = options(run_dir, data, *EDITS)
+def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
+    labelled: Path, data: Path, tmp_path: Path
+) -> None:
+    """Whose training, cut off and resumed, is that of a tower that runs."""
+    shutil.copytree(labelled, tmp_path / "run")
+    config = options(tmp_path / "run", data, *EDITS, "train.checkpoint.every=2")
     with pytest.raises(FileNotFoundError, match="run 'mclclip embed --text' first"):
         losses(config)
     embed.run(config, SINGLE, stage=0)
-    return run_dir
-
-
-def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
-    edited: Path, data: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(edited, tmp_path / "run")
-    config = options(tmp_path / "run", data, *EDITS)
     layout = RunPaths.of(config)
     (folder,) = (tmp_path / "run/stage_0/edited_texts").iterdir()
     stored = np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
@@ -137,6 +125,8 @@ def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
         rows = stored[sample_id].reshape(16, -1)
         order = (np.lexsort(rows.T), np.lexsort(wanted.T))  # the draw's order is its own
         np.testing.assert_allclose(rows[order[0]], wanted[order[1]], atol=2e-6)
+    with cut_at(3):  # the last checkpoint is that of two steps
+        losses(config)
     read = losses(config)
     assert "edited_texts" in read_manifest(layout.train(1), "train").inputs
     shutil.rmtree(layout.train(1))
@@ -159,51 +149,17 @@ def test_edits_are_not_stored_beside_a_trained_text_tower(
     assert {"text_embeddings"} == {name for name in inputs if "text" in name}
 
 
-MORE = {
-    "edits": EDITS,
-    "terms": [
-        held("", ", what: features", ", exact: true, end_factor: 0.5"),
-        "train.start_decay=5",
-    ],
-}
-
-
-@pytest.mark.parametrize("name", MORE)
-def test_a_training_that_was_cut_goes_on_bit_for_bit(
-    name: str, labelled: Path, edited: Path, data: Path, tmp_path: Path
-) -> None:
-    digests = []
-    for cut in (False, True):
-        run_dir = tmp_path / str(cut)
-        shutil.copytree(edited if name == "edits" else labelled, run_dir)
-        config = options(run_dir, data, *MORE[name], "train.checkpoint.every=2")
-        if cut:
-            with cut_at(3):  # the last checkpoint is that of two steps
-                losses(config)
-        assert [row["step"] for row in losses(config)] == [1, 2, 3, 4]
-        export.stage(config, SINGLE, stage=1)
-        digests.append(tiny.digests(run_dir / "stage_1/export"))
-    assert digests[0] == digests[1]
-
-
-@pytest.mark.parametrize("folder", ["embeddings", "text_embeddings"])
-def test_missing_embeddings_are_one_line(
-    folder: str, labelled: Path, data: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(labelled, run_dir)
-    shutil.rmtree(run_dir / "stage_0" / folder)
-    with pytest.raises((FileNotFoundError, ValueError), match="run 'mclclip embed"):
-        train.run(options(run_dir, data, STORED), SINGLE, stage=1)
-    assert not (run_dir / "stage_1/train").exists()
-
-
-def test_without_a_term_nothing_of_it_is_recorded(
+def test_missing_embeddings_are_one_line_for_a_term_that_reads_them_and_no_matter_without(
     labelled: Path, data: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(labelled, run_dir)
-    losses(options(run_dir, data))
-    manifest = read_manifest(run_dir / "stage_1/train", "train")
-    assert not {"embeddings", "text_embeddings"} & manifest.inputs.keys()
-    assert manifest.config["train"]["start_decay"] == 0.0
+    for folder in ("embeddings", "text_embeddings"):
+        (run_dir / "stage_0" / folder).rename(run_dir / "away")
+        with pytest.raises((FileNotFoundError, ValueError), match="run 'mclclip embed"):
+            losses(options(run_dir, data, STORED))
+        assert not (run_dir / "stage_1/train").exists()
+        (run_dir / "away").rename(run_dir / "stage_0" / folder)
+    losses(options(run_dir, data, "train.steps=1"))
+    inputs = read_manifest(run_dir / "stage_1/train", "train").inputs
+    assert not {"embeddings", "text_embeddings"} & inputs.keys()

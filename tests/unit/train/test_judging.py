@@ -96,14 +96,6 @@ def test_an_evaluation_that_is_made_again_counts_once() -> None:
     assert judged.values == [1.0, 2.0] and not judged.patience_is_over
 
 
-def test_shapes_of_the_state_do_not_depend_on_the_figures() -> None:
-    empty, full = judging({}), judging(dict.fromkeys((3, 6, 9, 10), 1.0))
-    until_it_ends(full)
-    shapes = [{n: t.shape for n, t in judged.state_dict().items()} for judged in (empty, full)]
-    assert shapes[0] == shapes[1]
-    assert judging({}, metric=None).state_dict() == {}
-
-
 def test_a_checkpoint_holds_both_states() -> None:
     judged, resumed = judging({3: 7.0}), judging({})
     judged.engine = Engine(weight=torch.ones(2))
@@ -122,7 +114,6 @@ def test_a_metric_that_is_not_measured_is_named() -> None:
     [
         ({"metric": "pairs/average"}, "no effect without evaluate.every"),
         ({"every": 5, "best": True}, "set evaluate.metric"),
-        ({"every": 5, "patience": 2}, "set evaluate.metric"),
         ({"every": 5, "metric": "average"}, "wanted BENCHMARK/METRIC"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import pickle
 from collections import Counter
@@ -11,21 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip import config
+from mclclip.data.datasets import sources
 from mclclip.data.datasets.celeba import balance
+from mclclip.data.datasets.cifar10 import CLASSES, read_cifar10
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
+from mclclip.data.datasets.cifar_mnist import read_mnist
+from mclclip.data.datasets.folder import class_folders
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.stl_digits import paste
-from mclclip.data.groups import StageGroups, group_samples
+from mclclip.data.groups import group_samples
 from mclclip.data.labels import AttributeClasses
 from mclclip.data.picture_transform import PictureTransform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.verbs import index, make_dataset
 from tests.batches import training_batches
-from tests.matrix import in_soak
 from tests.unit.data.datasets import fakes
 
 
@@ -90,22 +95,14 @@ def test_cifar_mnist(tmp_path: Path) -> None:
             assert facts["mnist"] == labels[cut][row] and facts["cifar"] in CIFAR10_CLASSES
             used[int(row)] += 1
         assert max(used.values()) - min(used.values()) <= 1  # every digit equally often
-    other = make("cifar_mnist", tmp_path / "other", *sources, seed=1)
+    other = make("cifar_mnist", tmp_path / "other", *sources, seed=1, digits=3)
     assert [f["mnist"] for f, _ in other["train"]] != [f["mnist"] for f, _ in found["train"]]
-
-
-def test_cifar_mnist_of_few_digits(tmp_path: Path) -> None:
-    """Those of the training part alone, the same for both splits; another number is refused."""
-    fakes.cifar_batches(tmp_path / "c")
-    digits, _ = fakes.mnist(tmp_path / "m")
-    sources = (f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
-    found = make("cifar_mnist", tmp_path / "out", *sources, digits=3)
-    used = {split: {array[2:-2, 2:-2, 3].tobytes() for _, array in found[split]} for split in found}
-    assert used["train"] == used["test"] < {digit.tobytes() for digit in digits[:8]}
-    assert len(used["train"]) == 3
-    for wrong in (0, 9):
-        with pytest.raises(ValueError, match=f"--digits {wrong}: wanted 1 to 8 of those in"):
-            make("cifar_mnist", tmp_path / f"{wrong}", *sources, digits=wrong)
+    # Of few digits those of the training part alone, the same for both splits.
+    few = {split: {array[2:-2, 2:-2, 3].tobytes() for _, array in other[split]} for split in other}
+    assert few["train"] == few["test"] < {digit.tobytes() for digit in digits[:8]}
+    assert len(few["train"]) == 3
+    with pytest.raises(ValueError, match="--digits 9: wanted 1 to 8 of those in"):
+        make("cifar_mnist", tmp_path / "more", *sources, digits=9)
 
 
 def test_stl10(tmp_path: Path) -> None:
@@ -114,6 +111,8 @@ def test_stl10(tmp_path: Path) -> None:
     for split, wanted in images.items():
         np.testing.assert_array_equal([array for _, array in found[split]], wanted)
     assert "class" not in found["unlabeled"][0][0] and found["train"][1][0]["class"] == "bird"
+    names = [facts["class"] for facts, _ in found["train"]]
+    assert names == ["airplane", "bird", "car", "cat", "deer", "dog"]
 
 
 def test_stl_digits(tmp_path: Path) -> None:
@@ -129,17 +128,14 @@ def test_stl_digits(tmp_path: Path) -> None:
         make("stl_digits", tmp_path / "more", *sources, copies=10)
 
 
-@pytest.mark.parametrize("copies", [1, 4, 9])
-def test_pasted_digits_cover_by_their_ink(copies: int) -> None:
+def test_pasted_digits_cover_by_their_ink() -> None:
     image, digit = fakes.pixels(0, 96, 96, 3), np.zeros((28, 28), np.uint8)
     digit[10:18, 10:18] = 255
-    pasted = paste(image, digit, copies, np.random.default_rng(0))
-    changed = (pasted != image).any(axis=2)
-    assert (pasted[changed] == 255).all() and 0 < changed.sum() <= 64 * copies
-    cells = changed.reshape(3, 32, 3, 32).any(axis=(1, 3))
-    assert cells.sum() == copies
-    half = paste(np.zeros_like(image), digit // 2, 1, np.random.default_rng(0))
-    assert half.max() == 127
+    for copies in (1, 4, 9):
+        pasted = paste(image, digit, copies, np.random.default_rng(0))
+        changed = (pasted != image).any(axis=2)
+        assert (pasted[changed] == 255).all() and 0 < changed.sum() <= 64 * copies
+        assert changed.reshape(3, 32, 3, 32).any(axis=(1, 3)).sum() == copies
 
 
 def test_celeba_is_made_independent(tmp_path: Path) -> None:
@@ -154,27 +150,19 @@ def test_celeba_is_made_independent(tmp_path: Path) -> None:
             row = int(facts["file"].split(".")[0]) - 1
             assert values[row].tolist() == [facts[name] for name in names]
             assert row in range(240)[part]
+    with pytest.raises(ValueError, match="7 images of CelebA lack a combination"):
+        balance(np.arange(7), np.array([*itertools.product((0, 1), repeat=3)]), 0)
     small = make("celeba", tmp_path / "small", f"celeba={tmp_path}", size=5)
     assert small["train"][0][1].shape == (6, 5, 3)
-
-
-def test_attributes_that_cannot_be_made_independent() -> None:
-    values = np.array([*itertools.product((0, 1), repeat=3)])
-    assert balance(np.arange(8), values, 0).tolist() == list(range(8))
-    with pytest.raises(ValueError, match="7 images of CelebA lack a combination"):
-        balance(np.arange(7), values, 0)
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("list_attr_celeba.txt", ""),
-        ("list_attr_celeba.txt", "1\nSmiling Male\n000001.jpg 1 1\n"),
         ("list_attr_celeba.txt", "1\nSmiling Male Black_Hair\n000001.jpg 1 1\n"),
         ("list_attr_celeba.txt", "1\nSmiling Male Black_Hair\n000001.jpg 1 1 2\n"),
         ("list_attr_celeba.txt", "1\nSmiling Male Black_Hair\n../../x.jpg 1 1 1\n"),
         ("list_eval_partition.txt", "000001.jpg 3\n"),
-        ("list_eval_partition.txt", "000001.jpg\n"),
     ],
 )
 def test_damaged_lists_of_celeba(tmp_path: Path, name: str, text: str) -> None:
@@ -290,59 +278,138 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
     make("cifar_mnist", tmp_path / "o", f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
     source = {"shards": f"{tmp_path}/o/train/*.tar", "attributes": ["mnist"]}
     data = {"sources": {"train": source}, "index_workers": 1}
-    tree = {"run_dir": str(tmp_path / "run"), "data": data}
-    opened = index.run(config.from_tree(tree), SINGLE)
-    classes, codes = AttributeClasses(opened, "mnist"), opened.attribute("mnist")[0]
-    labels = np.zeros(len(opened), np.int64)
-    labels[opened.without_attribute("mnist", "this test")] = -1
-    groups = StageGroups(tmp_path / "groups")
-    groups.write(group_samples(labels, (1,)), np.zeros(0))
-    options: dict[str, Any] = dict(
-        index=opened,
-        grouped=groups.read()[0],
-        transform=Noisy(),
-        num_views=2,
-        global_batch=8,
-        policy="backoff",
-        order="round_robin",
-        seed=0,
-        stage=0,
-        class_labels=classes,
-    )
-    whole = training_batches(**options)[1]
-    assert [view.shape for view in whole.views] == [(8, 4, 32, 32)] * 2
-    assert not torch.equal(*whole.views)
-    assert whole.classes is not None and whole.classes.dtype == torch.int64
-    assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
-    for rank in range(2):  # as loader workers get it: pickled
-        batches = pickle.loads(pickle.dumps(training_batches(**options, rank=rank, world_size=2)))
-        part, wanted = batches[1], whole.slice(4 * rank, 4 * rank + 4)
-        for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
-            assert torch.equal(left, right)
+    opened = index.run(config.from_tree({"run_dir": str(tmp_path / "run"), "data": data}), SINGLE)
+    batches = training_batches(
+        index=opened, grouped=group_samples(np.zeros(len(opened), np.int64), (1,)),
+        transform=Noisy(), num_views=2, global_batch=8,
+        class_labels=AttributeClasses(opened, "mnist"),
+    )  # fmt: skip
+    batch = batches[1]
+    assert [view.shape for view in batch.views] == [(8, 4, 32, 32)] * 2
+    assert not torch.equal(*batch.views)
+    assert batch.classes is not None and batch.classes.dtype == torch.int64
+    codes = opened.attribute("mnist")[0]
+    assert batch.classes.tolist() == codes[batch.sample_id.numpy()][:, None].tolist()
 
 
-@pytest.mark.real_data
-@in_soak
-def test_real_cifar_mnist(tmp_path: Path, shared_data: Path) -> None:
-    sources = (f"cifar10={shared_data / 'cifar10'}", f"mnist={shared_data / 'mnist'}")
-    found = make("cifar_mnist", tmp_path / "out", *sources)
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 50_000, "test": 10_000}
-    from sklearn.metrics import adjusted_mutual_info_score
-
-    for rows in found.values():
-        classes = [[facts[name] for facts, _ in rows] for name in ("cifar", "mnist")]
-        assert abs(adjusted_mutual_info_score(*classes)) < 2e-3
+# --- readers of published layouts --------------------------------------------------------------
 
 
-@pytest.mark.real_data
-def test_real_folder_and_digits(tmp_path: Path, shared_data: Path) -> None:
-    from mclclip.data.datasets.cifar_mnist import read_mnist
+def test_cifar_batches(tmp_path: Path) -> None:
+    images = fakes.cifar_batches(tmp_path)
+    for folder in (tmp_path, tmp_path / "cifar-10-batches-py"):
+        train, test = (list(read_cifar10(folder, split)) for split in ("train", "test"))
+        np.testing.assert_array_equal([p for p, _ in train + test], images)
+        assert [name for _, name in test] == CLASSES[5:9]
 
-    digits, labels = read_mnist(shared_data / "mnist", "train")
-    assert digits.shape == (8_000, 28, 28) and np.bincount(labels).min() > 700
-    folder = shared_data / "caltech101" / "101_ObjectCategories"
-    (tmp_path / "in").mkdir()
-    for path in sorted(folder.iterdir())[:2]:
-        (tmp_path / "in" / path.name).symlink_to(path)
-    found = make("folder", tmp_path / "out", f"folder={tmp_path / 'in'}", size=16)
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 24, "test": 6}
+
+def test_cifar_folders_and_archives_give_the_same(tmp_path: Path) -> None:
+    images = {f"{s}/{c}/{n}.png": fakes.pixels(n, 32, 32, 3) for s in ("train", "test")
+              for c in ("cat", "dog") for n in range(2)}  # fmt: skip
+    for name, array in images.items():
+        fakes.image_file(tmp_path / "folders" / name, array)
+    members = {name: fakes.png(array) for name, array in images.items()}
+    (tmp_path / "tars").mkdir()
+    fakes.archive(tmp_path / "tars" / "all.tar.gz", {**members, "train/README": b"no image"})
+    for split in ("train", "test"):
+        one, two = (list(read_cifar10(tmp_path / f, split)) for f in ("folders", "tars"))
+        assert [name for _, name in one] == ["cat", "cat", "dog", "dog"]
+        for (left, _), (right, _) in zip(one, two, strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (Path("harm"),))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps({b"data": Harmful(), b"labels": []}),
+        pickle.dumps({b"data": np.array([Harmful()]), b"labels": [0]}),
+        pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}, 2),
+        pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, 2),
+        b"no pickle",
+        b"",
+    ],
+)
+def test_a_batch_that_is_none_is_refused_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_batch").write_bytes(data)
+    with pytest.raises(ValueError, match="test_batch is no batch of CIFAR-10: "):
+        list(read_cifar10(tmp_path, "test"))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["../train/cat/0.png", "train/../../0.png", "/train/cat/0.png"])
+def test_members_that_lead_out_of_an_archive_are_not_read(tmp_path: Path, name: str) -> None:
+    fakes.archive(tmp_path / "a.tar.gz", {name: fakes.png(fakes.pixels(0, 32, 32, 3))})
+    with pytest.raises(FileNotFoundError, match="no train images"):
+        list(read_cifar10(tmp_path, "train"))
+
+
+def test_where_the_training_digits_are_all_are_used(tmp_path: Path) -> None:
+    digits, _ = fakes.mnist(tmp_path, train=5)
+    assert read_mnist(tmp_path, "train")[1].tolist() == [7] * 5
+    np.testing.assert_array_equal(read_mnist(tmp_path, "test")[0], digits)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        gzip.compress(b"\0\0\x08\x03"),
+        gzip.compress(b"\0\0\x0d\x01\0\0\0\x01\0"),
+        gzip.compress(b"\0\0\x08\x03" + b"\xff" * 12),
+        gzip.compress(fakes.idx(fakes.pixels(0, 2, 28, 28)) + b"x"),
+        gzip.compress(fakes.idx(fakes.pixels(0, 2, 28, 28)))[:-20],
+    ],
+    ids=range(6),  # what gzip writes holds the time, which names of tests must not
+)
+def test_a_damaged_idx_file_is_one_line(tmp_path: Path, data: bytes) -> None:
+    fakes.mnist(tmp_path)
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(data)
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte.gz is no idx file: "):
+        read_mnist(tmp_path, "test")
+
+
+def test_digits_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no train digits of MNIST in"):
+        read_mnist(tmp_path, "train")
+    for count, labels, message in (
+        (10, np.zeros(3, np.uint8), r"digits \(10, 28, 28\) and labels \(3,\)"),
+        (1, np.full(1, 200, np.uint8), "has a label 200: wanted .* 0 to 9"),
+    ):
+        fakes.mnist(tmp_path, count=count)
+        path = tmp_path / "t10k-labels-idx1-ubyte.gz"
+        path.write_bytes(gzip.compress(fakes.idx(labels)))
+        with pytest.raises(ValueError, match=message):
+            read_mnist(tmp_path, "test")
+
+
+def test_class_folders(tmp_path: Path) -> None:
+    for name in ("b/2.JPEG", "b/1.png", "a/0.gif", "a/.hidden.png", ".git/0.png"):
+        fakes.image_file(tmp_path / name, fakes.pixels(0, 4, 4, 3))
+    (tmp_path / "a" / "notes.txt").write_text("x")
+    found = class_folders(tmp_path)
+    assert {name: [p.name for p in paths] for name, paths in found.items()} == {
+        "a": ["0.gif"],
+        "b": ["1.png", "2.JPEG"],
+    }
+    with pytest.raises(FileNotFoundError, match="1 of 2 classes have no folder in .* c"):
+        class_folders(tmp_path, ["a", "c"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no image"):
+        class_folders(tmp_path)
+    with pytest.raises(ValueError, match="holds no folder: wanted one per class"):
+        class_folders(tmp_path / "empty")
+
+
+def test_a_narrow_picture_is_not_blown_up(tmp_path: Path) -> None:
+    """With the shorter side at 1,000 pixels it would have 400 million."""
+    Image.new("RGB", (1, 400)).save(tmp_path / "narrow.png")
+    with pytest.raises(ValueError, match=r"narrow\.png .*size 1000"):
+        sources.file_sample(0, tmp_path / "narrow.png", {}, size=1000)

@@ -35,9 +35,20 @@ def test_every_combination_is_in_one_split_as_often_as_asked(monkeypatch: Any) -
     assert set(train.values()) == set(test.values()) == {2}
     assert (len(train), len(test)) == (800, 200) and not train.keys() & test.keys()
     assert {*train, *test} == {*itertools.product(SHAPES, TEXTURES, COLOURS)}
+    again, other = (facts(monkeypatch, seed=s, images_per_combination=1)["test"] for s in (0, 1))
+    assert set(again) == set(test) != set(other)
+    monkeypatch.undo()
+
+    def first() -> list[bytes]:
+        samples = trifeature.build(Sources(), 3, size=32, images_per_combination=1)["test"]
+        return [sample.image for sample in itertools.islice(samples, 3)]
+
+    images = first()  # the same in every run, and stored small
+    assert images == first() and len({*images}) == 3
+    assert Image.open(io.BytesIO(images[0])).size == (32, 32)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
+@pytest.mark.parametrize("share", [0.1, 0.5])
 def test_any_two_attributes_are_independent_in_both_splits(monkeypatch: Any, share: float) -> None:
     found = facts(monkeypatch, images_per_combination=1, test_share=share)
     for split, wanted in (("train", 10 - 10 * share), ("test", 10 * share)):
@@ -46,24 +57,8 @@ def test_any_two_attributes_are_independent_in_both_splits(monkeypatch: Any, sha
             assert len(pairs) == 100 and set(pairs.values()) == {wanted}
 
 
-def test_the_seed_draws_the_split(monkeypatch: Any) -> None:
-    one, two = (facts(monkeypatch, seed=s, images_per_combination=1)["test"] for s in (0, 1))
-    assert set(one) != set(two)
-    assert one == facts(monkeypatch, images_per_combination=1)["test"]
-
-
 def drawn(shape: str, texture: str, colour: str = "white", number: int = 0) -> np.ndarray:
     return render(shape, texture, colour, np.random.default_rng(number))
-
-
-def test_pictures_are_the_same_in_every_run_and_stored_small() -> None:
-    def first() -> list[bytes]:
-        samples = trifeature.build(Sources(), 3, size=32, images_per_combination=1)["test"]
-        return [sample.image for sample in itertools.islice(samples, 3)]
-
-    images = first()
-    assert images == first() and len({*images}) == 3
-    assert Image.open(io.BytesIO(images[0])).size == (32, 32)
 
 
 def test_a_solid_square_has_its_colour_and_area_and_lies_inside() -> None:
@@ -86,12 +81,3 @@ def test_shapes_and_textures_differ() -> None:
     for one, two in itertools.combinations(masks, 2):
         assert (one != two).sum() > 2_000
     assert all(0.15 < mask.sum() / 128**2 < 0.8 for mask in masks[1:])
-
-
-def test_textures_repeat_with_their_period() -> None:
-    rows, columns = np.mgrid[0:40, 0:40].astype(np.float32) / 8
-    random = np.random.default_rng(0)
-    for name in ("stripes", "grid", "dots", "triangles", "pluses"):
-        mask = TEXTURES[name](columns, rows, random)
-        np.testing.assert_array_equal(mask[:-8], mask[8:])
-        np.testing.assert_array_equal(mask[:, :-8], mask[:, 8:])
