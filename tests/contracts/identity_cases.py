@@ -19,7 +19,7 @@ ELSEWHERE = {
     "num_stages": "names further artifacts, and the inputs of a join: test_export",
     "trained_model": "goes with other objectives alone: test_class_centers",
     "base": "makes stage 0 a training: test_train",
-    "model.image_weights": "its file's digest counts: test_backbones",
+    "model.image_weights": "its file's digest counts: test_image_weights",
     "model.text_rows": "its files' digest counts: test_texts",
     "eval.text_rows": "goes with model.text_rows, and changes no training: test_texts",
     "train.plan.weights": "its file's digest counts: test_weights",

@@ -1,25 +1,30 @@
-"""One step of training, against the same step written out."""
+"""One step of training against the same step written out; what is compiled; shares of a rank."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
+import sysconfig
+from itertools import product
+from pathlib import Path
+
 import pytest
 import timm.optim
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mclclip.engines import EngineConfig, TrainingBytes, build, per_rank
 from mclclip.engines.engine import Engine
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.ranks.process_group import SINGLE
+from tests import tiny
 
 
 class Model(nn.Module):
@@ -38,10 +43,6 @@ class Model(nn.Module):
         return {"loss": out.float().square().sum(), "largest": out.abs().max()}
 
 
-def every_timm_optimizer() -> list[str]:
-    return [f"timm:{name}" for name in timm.optim.list_optimizers()]
-
-
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -53,40 +54,26 @@ def engine_of(model: Model, **options: object) -> Engine:
     return Engine(model, make, SINGLE, **options)  # type: ignore[arg-type]
 
 
-def adamw_of(model: Model) -> Engine:
-    return Engine(model, lambda module: torch.optim.AdamW(model.tail.parameters()), SINGLE)
-
-
 def gradients(model: Model) -> tuple[Tensor, Tensor]:
     grad = torch.autograd.grad(model(BATCH)["loss"], [model.tail.weight, model.tail.bias])
     return grad[0], grad[1]
 
 
 def test_a_step_moves_every_group_by_the_given_learning_rate() -> None:
+    """And no gradient of the step before, and no frozen parameter. It returns detached parts."""
     model = Model()
+    trunk, engine = model.trunk.weight.clone(), engine_of(model)
+    engine.fix_reduction_order(BATCH)
+    assert model.dtype is None  # one process has nothing to settle: the model was not run
+    assert sorted(engine.local_parameters()) == ["tail.bias", "tail.weight"]
+    engine.update(BATCH, lr=0.0)
     weight, bias = gradients(model)
     wanted = model.tail.weight - 0.01 * weight, model.tail.bias - 0.01 * bias
-    engine_of(model).update(BATCH, lr=0.01)
+    parts = engine.update(BATCH, lr=0.01)
     torch.testing.assert_close((model.tail.weight, model.tail.bias), wanted)
-
-
-def test_a_step_returns_detached_parts_and_the_norm_of_the_gradient() -> None:
-    model = Model()
-    weight, bias = gradients(model)
-    parts = engine_of(model).update(BATCH, lr=0.01)
+    assert torch.equal(model.trunk.weight, trunk) and model.trunk.weight.grad is None
     assert sorted(parts) == ["grad_norm", "largest", "loss"]
     assert not any(part.requires_grad for part in parts.values())
-    norm = torch.cat([weight.flatten(), bias]).norm()
-    torch.testing.assert_close(parts["grad_norm"], norm)
-
-
-def test_gradients_do_not_add_up_over_steps() -> None:
-    model, again = Model(), Model()
-    engine = engine_of(model)
-    engine.update(BATCH, lr=0.0)
-    engine.update(BATCH, lr=0.01)
-    engine_of(again).update(BATCH, lr=0.01)
-    assert torch.equal(model.tail.weight, again.tail.weight)
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0, None], ids=["clipped", "short enough", "no limit"])
@@ -99,6 +86,7 @@ def test_clipping_scales_the_whole_gradient(share: float | None) -> None:
     parts = engine_of(model, clip_grad_norm=limit).update(BATCH, lr=1.0)
     scale = 0.5 if share == 0.5 else 1.0
     torch.testing.assert_close(before - model.tail.weight, scale * weight)
+    assert scale < 1.0 or torch.equal(model.tail.weight, before - weight)  # no bit changes
     assert float(parts["grad_norm"]) == pytest.approx(norm)  # before clipping
 
 
@@ -165,53 +153,6 @@ def test_parameters_outside_are_clipped_with_the_others(limit: float | None) -> 
         torch.testing.assert_close(found, tuple(tensors))
 
 
-class Operations(TorchDispatchMode):
-    """How often each operation was called within the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.called[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def step_of(num_layers: int) -> Counter[str]:
-    """Operations of a clipped step of AdamW after its gradients are there."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
-    engine = Engine(
-        model,
-        lambda module: build_optimizer(module, weight_decay=0.1),
-        SINGLE,
-        clip_grad_norm=1e-3,
-    )
-    for _ in range(2):  # the first one makes the moments
-        engine.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-        model(BATCH).square().sum().backward()
-        with Operations() as operations:
-            engine.step()
-    return operations.called
-
-
-def test_a_step_has_as_many_operations_for_few_parameters_as_for_many() -> None:
-    """On a GPU an operation of a list is a few kernels; one per parameter would be hundreds."""
-    few, many = step_of(2), step_of(20)
-    assert {few[name] for name in ("_foreach_mul_", "_foreach_norm")} == {1}
-    assert few["_fused_adamw_"] == 2  # with decay and without
-    different = {n for n in few.keys() | many.keys() if few[n] != many[n]}
-    assert different <= {"detach", "unbind"}  # they compute nothing
-
-
-def test_without_a_limit_no_bit_of_the_gradient_changes() -> None:
-    model = Model()
-    weight, _ = gradients(model)
-    before = model.tail.weight.clone()
-    engine_of(model).update(BATCH, lr=1.0)
-    assert torch.equal(model.tail.weight, before - weight)
-
-
 def test_a_group_may_have_a_share_of_the_learning_rate() -> None:
     model, plain = Model(), Model()
     engine = engine_of(model)
@@ -240,22 +181,11 @@ def test_an_average_of_the_trained_weights_is_kept_and_saved() -> None:
     torch.testing.assert_close(other.state_dict()["ema.tail.weight"], expected)
 
 
-def test_the_state_of_one_engine_is_taken_by_another() -> None:
-    """Weights, buffers and moments; the next step is the same."""
-    engine, other = adamw_of(Model()), adamw_of(Model())
-    for _ in range(3):
-        engine.update(BATCH, lr=0.01)
-    state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-    assert float(state["optimizer.tail.weight.step"]) == 3
-    other.load_state_dict(state)
-    for one in (engine, other):
-        one.update(BATCH, lr=0.01)
-    for name, tensor in engine.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
-
-
 def test_asking_for_the_state_does_not_count_as_a_step() -> None:
-    engine, other = adamw_of(Model()), adamw_of(Model())
+    engine, other = (
+        Engine(Model(), lambda module: torch.optim.AdamW(module.tail.parameters()), SINGLE)
+        for _ in range(2)
+    )
     engine.state_dict()
     for one in (engine, other):
         one.update(BATCH, lr=0.01)
@@ -263,7 +193,9 @@ def test_asking_for_the_state_does_not_count_as_a_step() -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "lars", *every_timm_optimizer()])
+@pytest.mark.parametrize(
+    "name", ["adamw", "lion", "lars", *(f"timm:{name}" for name in timm.optim.list_optimizers())]
+)
 def test_every_optimizer_resumes_exactly(name: str) -> None:
     """Also those of timm that count their steps in groups, or keep numbers that are no tensors."""
 
@@ -277,26 +209,108 @@ def test_every_optimizer_resumes_exactly(name: str) -> None:
     for _ in range(3):
         engine.update(BATCH, lr=1e-3)
     state = copy.deepcopy(engine.state_dict())
+    assert name != "adamw" or float(state["optimizer.tail.weight.step"]) == 3
     other = Engine(Model(), make, SINGLE)
     assert other.state_dict().keys() == state.keys()
     other.load_state_dict(state)
     for one in (engine, other):
         for _ in range(2):
             one.update(BATCH, lr=1e-3)
-    for name, parameter in engine.local_parameters().items():
-        assert torch.equal(other.local_parameters()[name], parameter), name
+    for key, parameter in engine.local_parameters().items():
+        assert torch.equal(other.local_parameters()[key], parameter), key
 
 
-def test_frozen_parameters_stay() -> None:
-    model = Model()
-    before = model.trunk.weight.clone()
-    engine = engine_of(model)
-    engine.update(BATCH, lr=0.5)
-    assert torch.equal(model.trunk.weight, before) and model.trunk.weight.grad is None
-    assert sorted(engine.local_parameters()) == ["tail.bias", "tail.weight"]
+LONG = 1e18  # operations
+TIMM = {"timm_proj": "linear", "image_size": 32}
+CONVOLUTIONS = tiny.MODEL | {"vision_cfg": {**TIMM, "timm_model_name": "test_efficientnet"}}
+TIMM_VIT = tiny.MODEL | {"vision_cfg": {**TIMM, "timm_model_name": "test_vit"}}
 
 
-def test_one_process_has_nothing_to_settle() -> None:
-    model = Model()
-    engine_of(model).fix_reduction_order(BATCH)
-    assert model.dtype is None  # it was not run
+def test_what_is_asked_for_is_done() -> None:
+    for device, option in product(("cpu", "cuda"), ("none", "model", "step")):
+        how: Any = EngineConfig(compile=option)  # type: ignore[arg-type]
+        found = build.choose_compile(how, torch.device(device), [], 0.0, compiler=False)
+        assert found == option
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "operations", "compiler", "wanted"),
+    [
+        ("cuda", tiny.MODEL, LONG, True, "model"),
+        ("cuda", TIMM_VIT, LONG, True, "model"),
+        ("cuda", tiny.MODEL, LONG, False, "none"),
+        ("cuda", tiny.MODEL, 1e16, True, "none"),
+        ("cuda", tiny.RESNET, LONG, True, "none"),
+        ("cuda", CONVOLUTIONS, LONG, True, "none"),
+        ("cpu", tiny.MODEL, LONG, True, "none"),
+    ],
+)
+def test_auto_is_for_long_trainings_of_transformers_on_a_gpu(
+    device: str, model: Any, operations: float, compiler: bool, wanted: str
+) -> None:
+    blocks = load_towers(model, seed=0).blocks()
+    for how in (EngineConfig(), EngineConfig("fsdp"), EngineConfig("deepspeed", 2)):
+        on = torch.device(device)
+        assert build.choose_compile(how, on, blocks, operations, compiler) == wanted
+    zero_3 = EngineConfig("deepspeed", 3)
+    assert build.choose_compile(zero_3, torch.device(device), blocks, LONG, True) == "none"
+
+
+def test_without_a_compiler_a_line_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    blocks, device = load_towers(tiny.ONE_BLOCK, seed=0).blocks(), torch.device("cuda")
+    for operations, said in ((1e16, False), (LONG, True)):
+        build.choose_compile(EngineConfig(), device, blocks, operations, False)
+        assert ("compile=auto" in caplog.text) == said
+    # A model without known blocks is not compiled.
+    assert build.choose_compile(EngineConfig(), device, [], LONG, True) == "none"
+
+
+def test_a_compiler_is_needed_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton builds its launchers by it: CC, or what is on the path."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not headers.exists():
+        pytest.skip("this Python has no headers")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert not build.can_compile(triton=True)
+    for name, enough in (("cc", False), ("gcc", True)):  # which Triton looks for
+        compiler = tmp_path / name
+        compiler.write_text("#!/bin/sh\n")
+        compiler.chmod(0o755)
+        assert build.can_compile(triton=True) == enough
+    assert not build.can_compile(triton=False)
+    for name, enough in (("no-such-compiler", False), ("", False), ("cc", True)):
+        monkeypatch.setenv("CC", name)
+        assert build.can_compile(triton=True) == enough
+
+
+SIZES = TrainingBytes(
+    parameters=1600, trained=800, moments=1600, average=800, outside=100, largest_block=120
+)
+
+
+def test_one_process_shares_nothing_and_ddp_adds_its_buckets() -> None:
+    for name in ("ddp", "fsdp", "deepspeed"):
+        parts = per_rank(SIZES, EngineConfig(name, zero_stage=3), 1)
+        assert list(parts.values()) == [1600, 800, 1600, 800, 0]
+    ddp = EngineConfig("ddp")
+    assert per_rank(SIZES, ddp, 8) == per_rank(SIZES, ddp, 1) | {"engine": 800}
+
+
+def test_fsdp_divides_all_and_gathers_blocks() -> None:
+    parts = per_rank(SIZES, EngineConfig("fsdp"), 8)
+    assert list(parts.values()) == [200, 100, 200, 100, 100 + 2 * 120 + 120]
+    assert per_rank(SIZES, EngineConfig("fsdp"), 8, half=True)["engine"] == 100 + 120 + 120
+    assert per_rank(SIZES, EngineConfig("fsdp", shard_ranks=2), 8)["parameters"] == 800
+    assert per_rank(SIZES, EngineConfig("fsdp"), 8, caching=True)["gradients"] == 800
+
+
+def test_zero_divides_more_at_every_stage() -> None:
+    one, two, three = (
+        per_rank(SIZES, EngineConfig("deepspeed", zero_stage=stage), 8) for stage in (1, 2, 3)
+    )
+    assert one["optimizer"] == two["optimizer"] == three["optimizer"] == (1600 + 800) // 8
+    assert one["gradients"] == 800 and two["gradients"] == 100 + 800
+    assert two["parameters"] == 1600 and three["parameters"] == 200
+    assert two["ema"] == 800 and three["ema"] == 100
+    assert three["engine"] == two["engine"] + 1600  # below its threshold it keeps all it gathered

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import mclclip.util.torchvision_fix  # noqa: F401
@@ -9,6 +11,9 @@ import mclclip.util.torchvision_fix  # noqa: F401
 # isort: split
 import open_clip.timm_model
 import timm
+
+from mclclip.export import convert
+from tests.unit.export.models import joined
 
 
 @pytest.fixture
@@ -22,3 +27,12 @@ def narrow_siglip(monkeypatch: pytest.MonkeyPatch) -> None:
             name, *args, **(small if "siglip" in str(name) else {}) | given
         ),
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def joined_hf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A joined encoder, and its conversion for transformers; read only."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("joined")
+    source = joined(folder)
+    return source, convert.run("hf", source, folder / "hf")

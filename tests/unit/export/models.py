@@ -114,6 +114,8 @@ def source_of(kind: str, folder: Path) -> Path:
     text tower, `apart_VARIANT` some that share neither."""
     if kind == "vit":
         return exported(folder / kind)
+    if kind == "one_block":
+        return save_moved(tiny.ONE_BLOCK, folder / kind)
     if kind == "quick_gelu":
         return exported(folder / kind, quick_gelu=True)
     if kind == "long":

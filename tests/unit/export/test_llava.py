@@ -38,8 +38,8 @@ def test_llava_reads_all_stages_unpatched(tmp_path: Path, caplog: pytest.LogCapt
         assert llava.model.multi_modal_projector.linear_1.in_features == 3 * 64
         read, logits = tiny_llava.forward(llava, pixels)
         torch.testing.assert_close(read, torch.cat(states, dim=-1), atol=1e-5, rtol=1e-5)
-        again = tiny_llava.reloaded(llava, tmp_path / f"saved_{channels}")
-        assert torch.equal(tiny_llava.forward(again, pixels)[1], logits)
+    again = tiny_llava.reloaded(llava, tmp_path / "saved")
+    assert torch.equal(tiny_llava.forward(again, pixels)[1], logits)
     tower = transformers.AutoModel.from_pretrained(out).eval()
     assert (tower.config.width, tower.config.hidden_size) == (64, 64)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -65,8 +65,10 @@ def test_llava_reads_a_plain_tower(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert proof["image_features"] <= 1e-5 and "is not known" in proof["notes"][0]
 
 
-def test_a_tower_without_a_trained_block_that_llava_sees_is_told(tmp_path: Path) -> None:
-    source = Source(joined(tmp_path, trunk=2))
+def test_a_tower_without_a_trained_block_that_llava_sees_is_told(
+    joined_hf: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source = Source(joined_hf[0])  # of whose three blocks the stages share two
     assert "it sees none of the 1 trained blocks (of 3)" in trained_blocks_seen(source)
     same = Source(joined(tmp_path / "same", trunk=3))
     assert trained_blocks_seen(same).startswith("no block differs from the base's (of 3)")

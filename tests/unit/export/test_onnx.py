@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-import mclclip
 from mclclip.export import certificate, convert
 from mclclip.export.targets import Precision
 from mclclip.export.targets import onnx as target
 from mclclip.models.loading import load_towers
 from mclclip.run import artifacts
-from mclclip.util.remake import Remake
 from tests.matrix import in_soak
 from tests.unit.export.models import exported, source_of, the_certificate
 
@@ -101,40 +99,8 @@ def test_weights_above_the_limit_lie_in_a_second_file(
     assert {"image.onnx", "image.onnx.data"} <= {*artifacts.read_manifest(out, "converted").records}
 
 
-class OtherFeatures(torch.nn.Module):
-    """A graph that is made in little time, and gives other features than the model."""
-
-    def __init__(self, pixels: torch.Tensor, width: int) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(pixels[0].numel(), width)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.normalize(self.linear(pixels.flatten(1)))
-
-
 @needs_onnx
-def test_a_graph_of_other_features_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is left, and what was there before stays."""
-    source = source_of("image_encoder", tmp_path / "models")
-    out = convert.run("open_clip", exported(tmp_path / "models/vit"), tmp_path / "onnx")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    width, export = mclclip.load_model(source).embed_dim, torch.onnx.export
-
-    def export_others(_: Any, args: Any, **options: Any) -> Any:
-        return export(OtherFeatures(*args, width), args, **options)
-
-    monkeypatch.setattr(torch.onnx, "export", export_others)
-    told = "is not converted: features in onnxruntime .* differ by .*; the lowest cosine is"
-    with pytest.raises(ValueError, match=told):
-        convert.run("onnx", source, out, force=Remake.ALL)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "onnx"]
-
-
-@needs_onnx
-def test_what_torch_cannot_export_is_one_line(
+def test_what_torch_cannot_export_and_a_missing_package_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the cause of torch's error, whose own message is a page of advice."""
@@ -149,18 +115,10 @@ def test_what_torch_cannot_export_is_one_line(
     source = source_of("image_encoder", tmp_path)
     with pytest.raises(ValueError, match=r"image\.onnx of this model .*aten::bessel_j0") as error:
         convert.run("onnx", source, tmp_path / "out")
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
-
-
-@needs_onnx
-@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_without_a_package_it_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    source = exported(tmp_path / "own")
-    with pytest.raises(
-        ValueError, match=rf"--to onnx needs the package {package},.*mclclip\[export\]"
-    ):
-        convert.run("onnx", source, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    for package in ("onnx", "onnxruntime"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            with pytest.raises(ValueError, match=rf"needs the package {package},.*mclclip\[export"):
+                convert.run("onnx", source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

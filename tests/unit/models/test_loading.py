@@ -1,7 +1,6 @@
-"""Loading by name, directory and config; exporting; the errors."""
+"""Loading by name, directory and config; exporting; bits, digests and files of weights."""
 
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
-from mclclip.models import weights
+from mclclip.models import transformers_folder, weights
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
-from mclclip.models.towers import arrange
+from mclclip.models.soup import combine
 from tests.unit.models.conftest import CONFIGS
 
 TINY = CONFIGS / "tiny_vit.json"
@@ -34,6 +32,8 @@ def equal(a: Model, b: Model) -> bool:
 
 
 def test_random_weights_follow_the_seed_and_leave_the_caller_alone() -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), list(root.filters))
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -44,51 +44,26 @@ def test_random_weights_follow_the_seed_and_leave_the_caller_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert equal(first, load_towers(TINY, seed=3))
     assert not equal(first, load_towers(TINY, seed=4))
-
-
-def test_loading_leaves_the_root_logger_alone() -> None:
-    root = logging.getLogger()
-    before = (list(root.handlers), list(root.filters))
-    load_towers(TINY)
     assert (root.handlers, root.filters) == before
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_export_loads_in_plain_open_clip(
-    kind: str, request: pytest.FixtureRequest, images: Tensor, tokens: Tensor, tmp_path: Path
+    vit: Model, images: Tensor, tokens: Tensor, tmp_path: Path
 ) -> None:
-    model: Model = request.getfixturevalue(kind)
-    model.save(tmp_path)
-    plain, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    vit.save(tmp_path / "a")
+    plain, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'a'}")
     plain.eval()
     assert plain.logit_scale.shape == ()
-    assert plain.logit_scale.item() == model.clip.logit_scale.item()
+    assert plain.logit_scale.item() == vit.clip.logit_scale.item()
     with torch.no_grad():
-        same = arrange(images, model.memory_format)
-        assert torch.equal(plain.encode_image(same), model.encode_image(images))
-        assert torch.equal(plain.encode_text(tokens), model.encode_text(tokens))
+        assert torch.equal(plain.encode_image(images), vit.encode_image(images))
+        assert torch.equal(plain.encode_text(tokens), vit.encode_text(tokens))
     picture = Image.fromarray(np.arange(40 * 50 * 3, dtype=np.uint8).reshape(40, 50, 3))
-    assert torch.equal(preprocess(picture), model.preprocess_val(picture))
-    assert equal(model, load_towers(f"local-dir:{tmp_path}"))
-    assert equal(model, load_towers(tmp_path))
-
-
-def test_equal_models_give_equal_files(vit: Model, tmp_path: Path) -> None:
-    vit.save(tmp_path / "a")
+    assert torch.equal(preprocess(picture), vit.preprocess_val(picture))
+    assert equal(vit, load_towers(f"local-dir:{tmp_path / 'a'}"))
     load_towers(tmp_path / "a").save(tmp_path / "b")
-    for name in (weights.CONFIG, weights.WEIGHTS):
+    for name in (weights.CONFIG, weights.WEIGHTS):  # equal models give equal files
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_export_records_its_base(vit: Model, tmp_path: Path) -> None:
-    vit.save(tmp_path / "base")
-    base = weights.base_digest(tmp_path / "base")
-    with torch.no_grad():
-        vit.clip.visual.proj += 1
-    vit.save(tmp_path / "tuned", base)
-    assert weights.base_digest(tmp_path / "tuned") == base
-    vit.save(tmp_path / "other")
-    assert weights.base_digest(tmp_path / "other") != base
 
 
 def test_train_transform_takes_open_clips_augmentation() -> None:
@@ -99,33 +74,6 @@ def test_train_transform_takes_open_clips_augmentation() -> None:
     assert tuple(crop.scale) == (0.4, 0.6)
     with pytest.raises(ValueError, match="augmentation"):
         load_towers(TINY, augmentation={"zoom": 2})
-
-
-def test_tokenizer_and_transforms_reach_spawned_workers(vit: Model) -> None:
-    image = Image.fromarray(np.arange(48 * 40 * 3, dtype=np.uint8).reshape(48, 40, 3))
-    parts = (vit.tokenizer, "a dog"), (vit.preprocess_train, image), (vit.preprocess_val, image)
-    for part, value in parts:
-        results = []
-        for own in (part, pickle.loads(pickle.dumps(part))):
-            torch.manual_seed(0)
-            results.append(own(value))
-        assert torch.equal(*results)
-
-
-def test_open_clip_name_with_a_weights_file(tmp_path: Path) -> None:
-    """A name's own architecture is too large here; a JSON config takes the same path."""
-    source = load_towers(TINY, seed=5)
-    state = {n: t.contiguous() for n, t in source.clip.state_dict().items()}
-    save_file(state, tmp_path / "w.safetensors")
-    torch.save(state, tmp_path / "w.pt")
-    for name in ("w.safetensors", "w.pt"):
-        assert equal(source, load_towers(TINY, str(tmp_path / name)))
-
-
-def test_weights_of_another_model_are_refused(resnet: Model, tmp_path: Path) -> None:
-    resnet.save(tmp_path)
-    with pytest.raises(ValueError, match="do not load"):
-        load_towers(TINY, str(tmp_path / weights.WEIGHTS))
 
 
 def test_unavailable_tag_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,24 +98,83 @@ def test_user_mistakes(name: Any, pretrained: str | None, message: str) -> None:
         load_towers(name, pretrained)
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./model", "runs/mcl/export"])
-def test_a_path_without_a_model_is_not_taken_for_a_name(name: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"no model at {name}: give an exported directory"):
-        load_towers(name)
-
-
 def test_missing_files(vit: Model, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no model directory"):
-        load_towers(f"local-dir:{tmp_path}/absent")
-    with pytest.raises(FileNotFoundError, match="hf:FOLDER"):
-        load_towers("hf:")
-    with pytest.raises(FileNotFoundError, match="no open_clip_config.json.*an export wrote$"):
-        load_towers(f"local-dir:{tmp_path}")
-    with pytest.raises(FileNotFoundError, match="no model config"):
-        load_towers(f"{tmp_path}/absent.json")
+    """A path without a model is not taken for a name."""
+    for name, message in (
+        ("runs/mcl/export", "no model at runs/mcl/export: give an exported directory"),
+        (f"local-dir:{tmp_path}/absent", "no model directory"),
+        ("hf:", "hf:FOLDER"),
+        (f"local-dir:{tmp_path}", "no open_clip_config.json.*an export wrote$"),
+        (f"{tmp_path}/absent.json", "no model config"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            load_towers(name)
     vit.save(tmp_path)
     with pytest.raises(ValueError, match="brings its own weights"):
         load_towers(tmp_path, "openai")
     (tmp_path / weights.WEIGHTS).unlink()
     with pytest.raises(FileNotFoundError, match="no weights"):
         load_towers(tmp_path)
+
+
+def test_same_bits() -> None:
+    a = torch.tensor([1.0, float("nan"), 0.0])
+    assert weights.same_bits(a)
+    assert weights.same_bits(a, a.clone(), a.clone())
+    assert not weights.same_bits(a, torch.tensor([1.0, float("nan"), -0.0]))
+    assert not weights.same_bits(a, a.double())
+    assert not weights.same_bits(a, a[None])
+    assert weights.same_bits(torch.tensor(3), torch.tensor(3))
+    assert weights.same_bits(a.bfloat16(), a.bfloat16())
+    assert weights.same_bits(torch.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T)
+
+
+def test_digest_sees_names_shapes_and_values_but_not_order() -> None:
+    a, b = torch.ones(2, 3), torch.zeros(2)
+    digest = weights.digest_tensors({"a": a, "b": b})
+    assert weights.digest_tensors({"b": b.clone(), "a": a.clone()}) == digest
+    for other in ({"a": a, "c": b}, {"a": a.T, "b": b}, {"a": a, "b": b + 1}, {"a": a}):
+        assert weights.digest_tensors(other) != digest
+
+
+def test_tensors_round_trip_and_leave_no_temporary_file(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(2, 3).T, "b": torch.tensor(4), "c": torch.randn(2).bfloat16()}
+    weights.write_tensors(tmp_path / "sub" / "w.safetensors", tensors)
+    found = weights.read_tensors(tmp_path / "sub" / "w.safetensors")
+    assert all(weights.same_bits(tensors[name], found[name]) for name in tensors)
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["w.safetensors"]
+
+
+def long_header(path: Path) -> None:
+    """Writes safetensors with a header of many bytes."""
+    header = b"{" + b" " * (1 << 24) + b"}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_header_that_is_too_long_is_not_read(vit: Model, tmp_path: Path) -> None:
+    vit.save(tmp_path)
+    path = tmp_path / weights.WEIGHTS
+    long_header(path)
+    for load in (
+        lambda: weights.read_tensors(path),
+        lambda: load_towers(tmp_path),
+        lambda: combine([tmp_path]),
+        lambda: transformers_folder.check_weights(tmp_path),
+    ):
+        with pytest.raises(ValueError, match="its header has .* bytes, wanted at most 16,777,216"):
+            load()
+
+
+def test_unreadable_weights(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="w.safetensors"):
+        weights.read_tensors(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        weights.read_tensors(tmp_path / "w.safetensors")
+
+
+def test_weights_are_as_readable_as_their_folder_s_other_files(tmp_path: Path) -> None:
+    weights.write_tensors(tmp_path / "w.safetensors", {"a": torch.ones(1)})
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1

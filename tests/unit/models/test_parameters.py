@@ -69,16 +69,6 @@ def test_the_first_entry_that_states_a_property_counts(vit: Model) -> None:
     assert of("logit_scale") == (1.0, 0.0)
 
 
-def test_names_are_those_of_the_export(vit: Model) -> None:
-    exported = vit.exported.state_dict()
-    trained = {n for n, p in vit.named_parameters() if p.requires_grad}
-    assert {vit.tensor_names(name)[0] for name in trained} <= exported.keys()
-    for name in trained:
-        own, in_tower = vit.tensor_names(name)
-        parts = "image" if own.startswith("visual.") else "text"
-        assert in_tower.partition(".")[0] in (parts, "logit_scale")
-
-
 @pytest.mark.parametrize("vision", [{}, {"timm_model_name": "test_vit", "timm_proj": "linear"}])
 def test_the_text_tower_has_one_name_in_models_of_both_kinds(vision: dict[str, Any]) -> None:
     model = load_towers(tiny_config(vision=vision, custom_text=bool(vision)), seed=1)
@@ -111,9 +101,7 @@ def test_adapters_are_found_by_the_weight_that_they_adapt(vit: Model) -> None:
     [
         ("imgae.*", "image.*"),
         ("visual.conv.weight", "visual.conv1.weight"),
-        ("*.bais", ""),
         ("", ""),
-        ("projector.*", ""),
         ("Image.*", "image.*"),
     ],
 )
@@ -124,6 +112,8 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(
         prepare(vit, entry(match, lr_scale=0.5))
     message = str(caught.value)
     assert repr(match) in message and near in message and "\n" not in message
+    with pytest.raises(ValueError, match="match"):
+        entry(match)  # without a property
 
 
 def test_a_pattern_of_the_objective_is_looked_for_in_the_objective(vit: Model) -> None:
@@ -153,11 +143,6 @@ def test_a_frozen_part_of_an_objective_has_no_gradient(vit: Model) -> None:
     assert rows["objective, frozen"]["weights"] == 12 and rows["objective"]["weights"] == 3
 
 
-def test_an_entry_without_a_property_is_refused() -> None:
-    with pytest.raises(ValueError, match="match"):
-        entry("image.*")
-
-
 def test_the_entries_of_the_page_match_a_model() -> None:
     page = (tiny.ROOT / "docs" / "pages" / "how-to" / "rates.md").read_text()
     table = page.partition("| wish | entries |")[2].partition("\n\n")[0].replace(r"\|", "|")
@@ -167,15 +152,11 @@ def test_the_entries_of_the_page_match_a_model() -> None:
         for each in yaml.safe_load(f"[{text}]")
     ]
     assert len(entries) == 7
-    names = [
-        model.tensor_names(name)
-        for model in (load_shapes("ViT-B-32"), load_shapes("ViT-B-16-SigLIP"))
-        for name, _ in model.named_parameters()
-    ]
+    models = [load_shapes("ViT-B-32"), load_shapes("ViT-B-16-SigLIP")]
+    names = [model.tensor_names(name) for model in models for name, _ in model.named_parameters()]
     refuse_unmatched(entries, names)
-    frozen = entries[4]  # the first six blocks of a ViT and what lies below them
-    model = prepare(load_shapes("ViT-B-32"), frozen)
-    assert model.num_frozen_blocks == 6
+    # The first six blocks of a ViT and what lies below them.
+    assert prepare(models[0], entries[4]).num_frozen_blocks == 6
 
 
 # --- groups ------------------------------------------------------------------------------------
@@ -237,9 +218,7 @@ def rates(model: Model, match: str, tower: nn.Module) -> dict[str, tuple[float, 
     return {n: (each.lr_scale, each.weight_decay) for n, each in of.items()}
 
 
-@pytest.mark.parametrize(
-    "kind", ["token", "mean", "attention", "eva", "vitamin", "convnext", "swin", "resnet"]
-)
+@pytest.mark.parametrize("kind", ["token", "mean", "attention", "convnext", "resnet"])
 def test_layers_of_timm_towers_are_those_of_timm(kind: str) -> None:
     """timm's own groups; behind them open_clip's head is one layer more where it has weights."""
     model = fresh(kind)
@@ -256,34 +235,31 @@ def test_layers_of_timm_towers_are_those_of_timm(kind: str) -> None:
     assert {*others.values()} == {1.0}
 
 
-def layers_of_open_clip(tower: Any, norm: str, projection: str, names: list[str]) -> list[Any]:
-    """The layers of open_clip's `layer_groups`: embedding, blocks, projection; the final norm is in
-    the last block's layer."""
-    layers = [[getattr(tower, name) for name in names if getattr(tower, name, None) is not None]]
-    layers += [[block] for block in tower.transformer.resblocks]
-    layers[-1].append(getattr(tower, norm))
-    return [*layers, [getattr(tower, projection)]]
-
-
+# The layers of open_clip's `layer_groups`: embedding, blocks, projection; the final norm is in the
+# last block's layer.
 IMAGE = ("ln_post", "proj", ["conv1", "class_embedding", "positional_embedding", "ln_pre"])
 TEXT = ("ln_final", "text_projection", ["token_embedding", "positional_embedding"])
 
 
-@pytest.mark.parametrize("part", ["image", "text"])
 @pytest.mark.parametrize("custom_text", [False, True])
-def test_layers_of_transformers_are_those_of_open_clip(part: str, custom_text: bool) -> None:
+def test_layers_of_transformers_are_those_of_open_clip(custom_text: bool) -> None:
     model = load_towers(tiny_config(custom_text=custom_text), seed=1)
-    tower = model.visual if part == "image" else model.text_tower
-    layers = layers_of_open_clip(tower, *(IMAGE if part == "image" else TEXT))
-    found = settings(model, 0.05, [entry(f"{part}.*", layer_decay=0.7)])
     names = {id(p): n for n, p in model.named_parameters()}
-    for above, members in enumerate(reversed(layers)):
-        for member in members:
-            each = [member] if isinstance(member, nn.Parameter) else member.parameters()
-            for parameter in each:
-                of = found.pop(names[id(parameter)])
-                assert of.lr_scale == pytest.approx(0.7**above)
-    assert found and {of.lr_scale for of in found.values()} == {1.0}  # the other tower
+    for part, tower, (norm, projection, stem) in (
+        ("image", model.visual, IMAGE), ("text", model.text_tower, TEXT)
+    ):  # fmt: skip
+        layers = [[getattr(tower, name) for name in stem]]
+        layers += [[block] for block in tower.transformer.resblocks]
+        layers[-1].append(getattr(tower, norm))
+        layers.append([getattr(tower, projection)])
+        found = settings(model, 0.05, [entry(f"{part}.*", layer_decay=0.7)])
+        for above, members in enumerate(reversed(layers)):
+            for member in members:
+                each = [member] if isinstance(member, nn.Parameter) else member.parameters()
+                for parameter in each:
+                    of = found.pop(names[id(parameter)])
+                    assert of.lr_scale == pytest.approx(0.7**above)
+        assert found and {of.lr_scale for of in found.values()} == {1.0}  # the other tower
 
 
 def test_layers_of_a_resnet_are_its_stages(resnet: Model) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,10 +14,8 @@ import mclclip
 from mclclip import config
 from mclclip.config import rules
 from mclclip.export import convert
-from mclclip.models.encoder import save_concat
 from mclclip.models.loading import has_texts, load_towers
 from mclclip.models.memory import load_shapes
-from mclclip.models.soup import save_uniform_soup
 from mclclip.ranks.process_group import SINGLE
 from mclclip.verbs import texts
 from tests import tiny
@@ -92,21 +89,6 @@ def test_exports_find_their_rows_and_take_rows_without_them(export: Path, tmp_pa
     assert found[0] == pytest.approx(features[0], abs=1e-6)
 
 
-def test_joins_and_soups_keep_the_projection(export: Path, file: str, tmp_path: Path) -> None:
-    other = export.parents[1] / "stage_1" / "export"
-    load_towers(tiny.MODEL, seed=4, text_rows=[file]).save(other)
-    joined, soup = tmp_path / "run" / "concat", tmp_path / "run" / "soup"
-    save_concat([export, other], "stage_norm", joined)
-    save_uniform_soup([export, other], soup, True)
-    both = [mclclip.load_model(path).encode_text(["a cat"]) for path in (export, other)]
-    cosine = mclclip.load_model(joined).encode_text(["a cat"]) @ torch.cat(
-        [torch.from_numpy(each) for each in both], dim=1
-    ).numpy().T  # fmt: skip
-    assert float(cosine[0, 0]) == pytest.approx(2**0.5, abs=1e-5)
-    weights = [load_towers(path).text_tower.projection.weight for path in (export, other, soup)]
-    torch.testing.assert_close(weights[2], (weights[0] + weights[1]) / 2)
-
-
 @pytest.mark.slow
 def test_onnx_takes_rows_and_other_libraries_refuse(export: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
@@ -123,29 +105,13 @@ def test_onnx_takes_rows_and_other_libraries_refuse(export: Path, tmp_path: Path
             convert.run(to, export, tmp_path / to)
 
 
-def test_llava_gets_the_image_tower(file: str, tmp_path: Path) -> None:
-    convert_from = tmp_path / "vit"
-    load_towers(tiny.MODEL, seed=3, text_rows=[file]).save(convert_from)
-    convert.run("llava", convert_from, tmp_path / "llava")
-    load_towers(tiny.MODEL, seed=3).save(tmp_path / "clip")
-    convert.run("llava", tmp_path / "clip", tmp_path / "other")
-    name = "model.safetensors"
-    assert (tmp_path / "llava" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
-
-
-@pytest.mark.parametrize("text_cfg", [{"rows": 0}, {"rows": "5"}, {"rows": 5, "layers": 2}])
-def test_a_wrong_configuration_is_one_line(text_cfg: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="text_cfg.*rows"):
-        load_towers(tiny.MODEL | {"text_cfg": text_cfg})
-
-
-def test_rows_of_another_width_than_the_given_projection_are_refused(file: str) -> None:
+def test_what_does_not_fit_rows_is_one_line(file: str) -> None:
+    for text_cfg in ({"rows": 0}, {"rows": "5"}, {"rows": 5, "layers": 2}):
+        with pytest.raises(ValueError, match="text_cfg.*rows"):
+            load_towers(tiny.MODEL | {"text_cfg": text_cfg})
     with pytest.raises(ValueError, match="width 5, .* takes 7"):
         load_towers(tiny.MODEL | {"text_cfg": {"rows": 7}}, text_rows=[file])
-
-
-@pytest.mark.parametrize("other", ["text=false", "long_context=true"])
-def test_options_about_the_text_tower_are_refused_beside_rows(other: str) -> None:
     tree = {"run_dir": "x", "model": {"text_rows": ["rows.parquet"]}}
-    with pytest.raises(ValueError, match=other.split("=")[0]):
-        rules.check(config.from_tree(tree, [f"model.{other}"]))
+    for other in ("text=false", "long_context=true"):
+        with pytest.raises(ValueError, match=other.split("=")[0]):
+            rules.check(config.from_tree(tree, [f"model.{other}"]))

@@ -1,6 +1,7 @@
 """Soups: averages of weights with equal shares and with others."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mclclip.util.torchvision_fix  # noqa: F401
@@ -8,6 +9,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 # isort: split
 import pytest
 import torch
+from torch import Tensor
 
 from mclclip.models import weights
 from mclclip.models.loading import load_towers
@@ -16,12 +18,11 @@ from mclclip.models.soup import (
     check_ingredients,
     combine,
     differing_norms,
-    estimate_statistics,
     load_soup,
     mean_tensor,
     save_uniform_soup,
 )
-from tests.unit.models.conftest import RunsWhenOpened
+from tests.unit.models.conftest import RunsWhenOpened, tiny_config
 from tests.unit.models.stages import save_stages, vary
 
 
@@ -41,30 +42,23 @@ def test_soup_is_the_mean_and_keeps_frozen_bits(stages: list[Path], tmp_path: Pa
     assert all(weights.same_bits(found[n], ingredients[2][n]) for n in kept)
 
 
-def test_models_of_different_bases_are_refused(
-    stages: list[Path], vit: Model, tmp_path: Path
-) -> None:
+def test_models_that_do_not_fit_are_refused(stages: list[Path], vit: Model, tmp_path: Path) -> None:
     vary(vit, 9)
     vit.save(tmp_path / "other")
-    with pytest.raises(ValueError, match="descends from another base"):
-        save_uniform_soup([*stages, tmp_path / "other"], tmp_path / "soup")
-    assert not (tmp_path / "soup").exists()
-    save_uniform_soup([*stages, tmp_path / "other"], tmp_path / "soup", force=True)
+    load_towers(tiny_config(quick_gelu=True)).save(tmp_path / "quick")
+    strange = shutil.copytree(stages[1], tmp_path / "strange")
+    held = weights.read_tensors(strange / weights.WEIGHTS)
+    weights.write_tensors(strange / weights.WEIGHTS, held | {"strange": torch.ones(1)})
+    for name, message in (
+        ("other", "descends from another base"),
+        ("quick", "has another open_clip_config.json"),
+        ("strange", "only .* has strange"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_uniform_soup([stages[0], tmp_path / name], tmp_path / "soup")
+        assert not (tmp_path / "soup" / weights.WEIGHTS).exists()
+    save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup", force=True)
     assert (tmp_path / "soup" / weights.WEIGHTS).exists()
-
-
-def test_other_configs(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
-    resnet.save(tmp_path / "other")
-    with pytest.raises(ValueError, match="has another open_clip_config.json"):
-        save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup")
-
-
-def test_other_tensors(stages: list[Path], tmp_path: Path) -> None:
-    tensors = weights.read_tensors(stages[1] / weights.WEIGHTS)
-    tensors["strange"] = torch.ones(1)
-    weights.write_tensors(stages[1] / weights.WEIGHTS, tensors)
-    with pytest.raises(ValueError, match="only .* has strange"):
-        save_uniform_soup(stages, tmp_path / "soup")
 
 
 def test_mean_of_a_tensor() -> None:
@@ -82,40 +76,56 @@ def test_mean_of_a_tensor() -> None:
         mean_tensor("x", [a, b[None]])
 
 
+# --- batch norms -----------------------------------------------------------------------------
+
+
+def pictures() -> list[Tensor]:
+    return [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+
+
 def test_statistics_of_batch_norms_are_estimated_on_images(resnet: Model, tmp_path: Path) -> None:
-    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    paths = save_stages(resnet, tmp_path, 2, image_blocks=5)
+    """Also where trainings were equally long, whose batch counts do not differ."""
+    paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
     assert not differing_norms(paths)  # nobody ran them
+    base, images = weights.base_digest(paths[0]), pictures()
     resnet.train()
-    resnet.encode_image(images[0])
-    resnet.save(paths[1], weights.base_digest(paths[0]))
-    norms = differing_norms(paths)
-    assert "visual.bn1" in norms
-    save_uniform_soup(paths, tmp_path / "soup")
-    soup = load_towers(tmp_path / "soup")
-    assert estimate_statistics(soup, norms, images) == 16
-    norm = soup.clip.visual.bn1
+    for path, batch in zip(paths[1:], images, strict=True):
+        resnet.clip.visual.bn1.reset_running_stats()
+        resnet.encode_image(batch)
+        for module in resnet.modules():
+            if hasattr(module, "num_batches_tracked"):
+                module.num_batches_tracked.fill_(1)
+        resnet.save(path, base)
+    assert "visual.bn1" in differing_norms(paths[1:]) and not differing_norms(paths[1:2] * 2)
+    with pytest.raises(ValueError, match="give training images"):
+        load_soup(paths[1:], [1.0, 1.0])
+    model, tensors, count = load_soup(paths[1:], [1.0, 1.0], lambda _: images)
+    norm = model.exported.visual.bn1
+    assert count == 16 and not model.training and not norm.training and norm.momentum == 0.1
     with torch.no_grad():
-        outputs = [soup.clip.visual.conv1(batch) for batch in images]
+        outputs = [model.exported.visual.conv1(batch) for batch in images]
     mean = torch.stack([output.mean(dim=(0, 2, 3)) for output in outputs]).mean(dim=0)
     torch.testing.assert_close(norm.running_mean, mean, atol=1e-5, rtol=1e-4)
-    assert not soup.training and not norm.training and norm.momentum == 0.1
+    assert torch.equal(tensors["visual.bn1.running_mean"], norm.running_mean)
+    averaged, _ = combine(paths[1:])
+    assert not torch.allclose(averaged["visual.bn1.running_var"], norm.running_var, rtol=1e-3)
+    _, alone, count = load_soup(paths[1:], [0.0, 1.0])  # one model keeps its own
+    own = weights.read_tensors(paths[2] / weights.WEIGHTS)
+    assert count == 0 and all(weights.same_bits(alone[n], own[n]) for n in own)
 
 
 def test_batch_norms_that_were_frozen_keep_their_statistics(resnet: Model, tmp_path: Path) -> None:
-    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
+    paths = save_stages(resnet, tmp_path, 2, image_blocks=5)
     norm = resnet.exported.visual.layer4[0].bn1
     for number, path in enumerate(paths):
         norm.running_mean.fill_(number)
         resnet.save(path, weights.base_digest(path))
     assert differing_norms(paths) == {"visual.layer4.0.bn1"}
     before = weights.read_tensors(paths[0] / weights.WEIGHTS)
-    model, tensors, count = load_soup(paths, [1.0] * 3, lambda _: images)
-    assert count == 16
+    model, tensors, _ = load_soup(paths, [1.0] * 2, lambda _: pictures())
     changed = {n for n, t in before.items() if not weights.same_bits(t, tensors[n])}
-    assert changed == {f"visual.layer4.0.bn1.{n}" for n in ("running_mean", "running_var",
-                                                            "num_batches_tracked")}  # fmt: skip
+    parts = ("running_mean", "running_var", "num_batches_tracked")
+    assert changed == {f"visual.layer4.0.bn1.{name}" for name in parts}
     held = model.exported.visual.bn1.running_mean
     assert weights.same_bits(held, before["visual.bn1.running_mean"])
 
@@ -137,15 +147,6 @@ def test_shares_weigh_the_models(stages: list[Path]) -> None:
     assert all(weights.same_bits(same[n], found[n]) for n in found)
 
 
-def test_a_whole_share_keeps_every_bit(stages: list[Path]) -> None:
-    cases = [(stages, [0.3 * (number == other) for other in range(3)]) for number in range(3)]
-    cases += [([stages[number]] * 2, [0.9, 0.1]) for number in range(3)]  # identical models
-    for number, (ingredients, shares) in enumerate(cases):
-        found, averaged = combine(ingredients, shares)
-        own = weights.read_tensors(stages[number % 3] / weights.WEIGHTS)
-        assert averaged == 0 and all(weights.same_bits(found[n], own[n]) for n in own)
-
-
 # --- models of others ------------------------------------------------------------------------
 
 
@@ -161,7 +162,9 @@ def as_of_others(source: Path, target: Path, **preprocessing: object) -> Path:
     return target
 
 
-def test_equal_preprocessing_in_other_words_is_equal(stages: list[Path], tmp_path: Path) -> None:
+def test_equal_preprocessing_in_other_words_is_equal_and_other_pixels_are_told(
+    stages: list[Path], tmp_path: Path
+) -> None:
     other = as_of_others(stages[2], tmp_path / "other")
     with pytest.raises(ValueError, match="one base only, so there"):
         check_ingredients([stages[0], other], advice=", so there")
@@ -172,12 +175,9 @@ def test_equal_preprocessing_in_other_words_is_equal(stages: list[Path], tmp_pat
     assert count == 0 and all(weights.same_bits(tensors[n], expected[n]) for n in expected)
     loaded = dict(model.exported.state_dict())
     assert all(torch.equal(loaded[n].reshape(tensors[n].shape), tensors[n]) for n in tensors)
-
-
-def test_other_pixels_are_told(stages: list[Path], tmp_path: Path) -> None:
-    other = as_of_others(stages[2], tmp_path / "other", interpolation="bilinear")
+    blurred = as_of_others(stages[2], tmp_path / "blurred", interpolation="bilinear")
     with pytest.raises(ValueError, match="preprocess_cfg.interpolation is 'bicubic' and not 'bil"):
-        check_ingredients([stages[0], other], any_base=True)
+        check_ingredients([stages[0], blurred], any_base=True)
 
 
 def test_pickles_are_not_opened(stages: list[Path], tmp_path: Path) -> None:
@@ -194,31 +194,3 @@ def test_pickles_are_not_opened(stages: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
         combine([stages[0], other])
     assert not (tmp_path / "ran").exists()
-
-
-def test_batch_norms_of_equally_long_trainings_differ_too(resnet: Model, tmp_path: Path) -> None:
-    """Their batch counts are equal, and no average of their statistics fits all the same."""
-    paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
-    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    base = weights.base_digest(paths[0])
-    resnet.train()
-    for path, batch in zip(paths[1:], images, strict=True):
-        resnet.clip.visual.bn1.reset_running_stats()
-        resnet.encode_image(batch)
-        for module in resnet.modules():
-            if hasattr(module, "num_batches_tracked"):
-                module.num_batches_tracked.fill_(1)
-        resnet.save(path, base)
-    assert differing_norms(paths[1:]) and not differing_norms(paths[1:2] * 2)
-    with pytest.raises(ValueError, match="give training images"):
-        load_soup(paths[1:], [1.0, 1.0])
-    model, tensors, count = load_soup(paths[1:], [1.0, 1.0], lambda _: images)
-    assert count == 16
-    norm = model.exported.visual.bn1
-    assert torch.equal(tensors["visual.bn1.running_mean"], norm.running_mean)
-    averaged, _ = combine(paths[1:])
-    assert not torch.allclose(averaged["visual.bn1.running_var"], norm.running_var, rtol=1e-3)
-    _, alone, count = load_soup(paths[1:], [0.0, 1.0])  # one model keeps its own
-    assert count == 0
-    own = weights.read_tensors(paths[2] / weights.WEIGHTS)
-    assert all(weights.same_bits(alone[n], own[n]) for n in own)

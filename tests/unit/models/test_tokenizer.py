@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 import string
@@ -39,8 +40,13 @@ TEXTS = [
 ]
 
 
+@functools.cache
+def open_clips(clean: str = "lower", **options: Any) -> Any:
+    return open_clip.SimpleTokenizer(clean=clean, **options)
+
+
 def with_words_kept(clean: str = "lower", **options: Any) -> Any:
-    tokenizer = open_clip.SimpleTokenizer(clean=clean, **options)
+    tokenizer = copy.copy(open_clips(clean, **options))
     WordEncoder(tokenizer, clean)
     return tokenizer
 
@@ -54,9 +60,8 @@ def texts_of_ascii(count: int) -> list[str]:
 
 @pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
 def test_ids_are_open_clips(clean: str) -> None:
-    own = open_clip.SimpleTokenizer(clean=clean)
-    kept = with_words_kept(clean)
-    for texts in (TEXTS, texts_of_ascii(400)):
+    own, kept = open_clips(clean), with_words_kept(clean)
+    for texts in (TEXTS, texts_of_ascii(200)):
         wanted = own(texts)
         assert torch.equal(kept(texts), wanted)
         assert torch.equal(kept(texts), wanted)  # now that words are known
@@ -68,10 +73,7 @@ def test_ids_are_open_clips_where_it_leaves_some_out() -> None:
     """That draws which ones, from the global generators."""
     options: dict[str, Any] = {"reduction_mask": "random", "context_length": 12}
     found = []
-    for tokenizer in (
-        open_clip.SimpleTokenizer(**options),
-        with_words_kept(**options),
-    ):
+    for tokenizer in (open_clips(**options), with_words_kept(**options)):
         torch.manual_seed(0)
         found.append(tokenizer(TEXTS))
     assert torch.equal(*found)
@@ -80,7 +82,7 @@ def test_ids_are_open_clips_where_it_leaves_some_out() -> None:
 def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "MOST_WORDS", 5)
     kept = with_words_kept()
-    assert torch.equal(kept(TEXTS), open_clip.SimpleTokenizer()(TEXTS))
+    assert torch.equal(kept(TEXTS), open_clips()(TEXTS))
     assert 0 < len(kept.encode.words) <= 5
 
 

@@ -1,4 +1,5 @@
-"""What holds for every kind of image tower: split, locked, adapted, joined and exported."""
+"""What holds for every kind of image tower: split, locked, adapted, joined, exported, and read in
+channels-last where it consists of convolutions."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.patterns import ParameterConfig
 from mclclip.models.soup import save_uniform_soup
-from mclclip.models.towers import arrange
-from tests.matrix import SOAK, in_soak, kept
+from mclclip.models.towers import arrange, choose_memory_format
+from tests.matrix import in_soak, kept
 from tests.unit.models.stages import save_stages
 from tests.unit.models.tiny_towers import BLOCKS, TOWERS, config_of, fresh, make
 
@@ -56,7 +57,6 @@ ADAPTED |= {"vitamin": (2, 5), "mean": (2, 4), "convnext": (0, 2), "swin": (2, 4
 ADAPTED |= {"fastvit": (2, 4), "resnet": (0, 3)}
 KINDS = sorted(TOWERS)
 QUICK = ("vit", "rn", "token", "attention", "convnext", "eva", "fastvit")
-EVERY = kept(KINDS, *(KINDS.index(kind) for kind in QUICK))
 
 
 @pytest.fixture
@@ -75,8 +75,9 @@ def named(model: Model, prefixes: tuple[str, ...], norms: bool = True) -> list[s
     return sorted(f"clip.visual.{n}" for n in found if not n.startswith(tuple(normed) or ("-",)))
 
 
-def test_every_kind_of_configuration_is_here() -> None:
-    assert KINDS == sorted(BLOCKS) == sorted(PARTS) == sorted(ADAPTED)
+def of(*quick: str) -> list[Any]:
+    """All kinds, of which most are left to the soak."""
+    return kept(KINDS, *map(KINDS.index, quick))
 
 
 # --- trunk and tail --------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def projected(model: Model, pooled: Tensor) -> Any:
     return getattr(projection, "fc", projection)(pooled)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", of(*QUICK, "pe", "swin"))
 def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
     model = fresh(kind)
     assert model.num_blocks == BLOCKS[kind]
@@ -131,7 +132,7 @@ def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:
     assert model.layout.pooled_dim is None
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", of("vit", "rn", "attention", "convnext"))
 def test_frozen_trunk_gives_the_whole_towers_gradients(kind: str, images: Tensor) -> None:
     model, images = fresh(kind).double(), images.double()
     model.encode_image(images).pow(2).sum().backward()
@@ -146,7 +147,7 @@ def test_frozen_trunk_gives_the_whole_towers_gradients(kind: str, images: Tensor
         torch.testing.assert_close(gradient, whole[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["token", "eva", "convnext", "fastvit", "rn"])
+@pytest.mark.parametrize("kind", ["token", "convnext", "rn"])
 def test_gradient_checkpointing_changes_nothing(kind: str, images: Tensor) -> None:
     model = fresh(kind).train()
     if kind in NORMED:
@@ -179,7 +180,7 @@ def test_patch_dropout_of_a_frozen_eva_rests(images: Tensor) -> None:
 # --- locks and steps -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", of(*QUICK))
 def test_lock_names_exactly_what_it_unlocks_and_a_step_moves_it(kind: str, images: Tensor) -> None:
     model = fresh(kind)
     block, norm, projection = PARTS[kind]
@@ -207,7 +208,7 @@ def test_lock_names_exactly_what_it_unlocks_and_a_step_moves_it(kind: str, image
     assert all(name.startswith(trained) for name in moved)  # running statistics of batch norms
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind != "rn"])  # its stem is no module
+@pytest.mark.parametrize("kind", ["token", "convnext", "fastvit"])  # the stem of rn is no module
 def test_modules_of_blocks_hold_what_lies_in_blocks(kind: str) -> None:
     model = fresh(kind)
     layout = model.layout
@@ -222,7 +223,7 @@ def test_modules_of_blocks_hold_what_lies_in_blocks(kind: str) -> None:
 # --- LoRA ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", of("vit", "rn", "eva", "convnext", "fastvit"))
 def test_adapters_train_alone_and_merge(kind: str, images: Tensor) -> None:
     model = fresh(kind)
     with torch.no_grad():
@@ -263,7 +264,7 @@ def test_adapters_train_alone_and_merge(kind: str, images: Tensor) -> None:
 # --- exports, concat, soup -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", kept(KINDS, *map(KINDS.index, ("vit", "rn", "convnext"))))
+@pytest.mark.parametrize("kind", of("rn", "convnext"))
 def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
     paths = save_stages(fresh(kind), tmp_path, 2, image_blocks=2)
     # torch multiplies by a weight in another way where it requires a gradient.
@@ -287,6 +288,59 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
     soup = load_towers(tmp_path / "soup").requires_grad_(False).encode_image(images)
     assert torch.equal(soup, models[0].encode_image(images))
     assert not torch.allclose(soup, expected[0], rtol=1e-3, atol=1e-3)
+
+
+# --- channels-last -----------------------------------------------------------------------------
+# That results agree is shown on two ranks (tests/distributed/test_memory_format.py).
+
+
+def formats(model: Model, images: Tensor) -> list[bool]:
+    """Whether the input of each convolution lies in channels-last, in the order of their calls."""
+    found: list[bool] = []
+
+    def note(module: nn.Module, given: Any) -> None:
+        tensor = given[0]
+        if min(tensor.shape[1:]) > 1:  # otherwise both formats have the same strides
+            found.append(tensor.is_contiguous(memory_format=torch.channels_last))
+
+    convolutions = [m for m in model.visual.modules() if isinstance(m, nn.Conv2d)]
+    hooks = [module.register_forward_pre_hook(note) for module in convolutions]
+    model.encode_image(images)
+    for hook in hooks:
+        hook.remove()
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("kind", ["rn", "resnet", "convnext", "small_conv"])
+def test_convolutions_read_and_write_channels_last(kind: str, images: Tensor) -> None:
+    """Those of the whole tower in both modes, and those of a tail behind a cached trunk."""
+    backbone = {"vision_cfg": {"backbone": "mclclip:small_conv", "image_size": 32}}
+    model = load_towers(backbone) if kind == "small_conv" else fresh(kind)
+    assert model.memory_format == choose_memory_format(model.visual) == "channels_last"
+    for training in (True, False):
+        assert all(formats(model.train(training), images))
+    with torch.no_grad():
+        hidden = model.encode_trunk(images, 1)
+        model.first_block = 1
+        rows = hidden.contiguous()  # as a cache gives them
+        torch.testing.assert_close(model.encode_image(rows), model.encode_tail(hidden, 1))
+        assert all(formats(model, rows))
+    for parameter in model.parameters():  # exports, digests and FSDP read plain rows
+        assert parameter.is_contiguous()
+    model.first_block, model.memory_format = 0, "contiguous"
+    assert not formats(model, images)[0]  # ConvNeXt's norms leave channels-last behind them
+
+
+def test_transformers_and_few_channels_stay_contiguous(images: Tensor) -> None:
+    vit = fresh("vit")
+    assert vit.memory_format == choose_memory_format(vit.visual) == "contiguous"
+    for width, found in ((8, "contiguous"), (16, "channels_last")):
+        options = {"channels": [width] * 4, "layers": [1] * 4}
+        config = {"backbone": "timm:resnet18", "image_size": 32, "options": options}
+        model = load_towers({"vision_cfg": config})
+        assert model.memory_format == found
+        assert any(formats(model, images)) == (found == "channels_last")
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -321,15 +375,14 @@ class _InPlace(_Branches):
         return self.forward_head(self.b(self.a(hidden)))
 
 
-@pytest.mark.parametrize("kind", [_Branches, _InPlace])
-def test_a_tower_that_is_no_chain_is_refused_by_name(kind: type[nn.Module]) -> None:
+def test_a_tower_that_is_no_chain_is_refused_by_name() -> None:
     tower = nn.Module()
-    tower.trunk, tower.head, tower.image_size = kind(), nn.Sequential(), (8, 8)  # type: ignore[assignment]
-    with pytest.raises(
-        ValueError, match=rf"is a timm {kind.__name__}, which is no chain"
-    ) as raised:
-        timm_layout(tower)
-    assert "\n" not in str(raised.value)
+    tower.head, tower.image_size = nn.Sequential(), (8, 8)  # type: ignore[assignment]
+    for kind in (_Branches, _InPlace):
+        tower.trunk = kind()
+        with pytest.raises(ValueError, match=f"timm {kind.__name__}, which is no chain") as raised:
+            timm_layout(tower)
+        assert "\n" not in str(raised.value)
 
 
 # --- open_clip's own configurations ----------------------------------------------------------
@@ -337,38 +390,20 @@ def test_a_tower_that_is_no_chain_is_refused_by_name(kind: type[nn.Module]) -> N
 
 @pytest.mark.parametrize("name", open_clip.list_models())
 @in_soak
-def test_every_image_tower_of_open_clip_is_understood(name: str) -> None:
-    """Without its text tower, which a few take from the hub."""
-    model = load_shapes(name, text=False)
+def test_every_model_of_open_clip_is_understood(name: str) -> None:
+    """Without its text tower where that is taken from the hub, or makes captions."""
+    config = open_clip.get_model_config(name)
+    alone = "multimodal_cfg" in config or "hf_model_name" in config["text_cfg"]
+    model = load_shapes(name, text=not alone)
     blocks = model.num_blocks
-    assert blocks >= 4
+    assert blocks >= 4 and (alone or len(model.text_layout.blocks) > 1)
     last = model.lock(1, image_norm=True, image_projection=True)
     assert last and model.num_frozen_blocks == blocks - 1
     whole = model.lock("all", image_norm=True, image_projection=True)
     assert model.num_frozen_blocks == 0
-    fixed = {n for n, p in model.named_parameters() if not p.requires_grad}
-    assert set(last) < set(whole) and len(whole) + len(fixed) == len(dict(model.named_parameters()))
+    image = {n for n, _ in model.visual.named_parameters()}
+    fixed = [n for n, p in model.visual.named_parameters() if not p.requires_grad]
+    assert set(last) < set(whole) and len(whole) + len(fixed) == len(image)
     assert set(model.lock(blocks, image_norm=False, image_projection=False)) < set(whole)
     with pytest.raises(ValueError, match=f"has {blocks} blocks"):
         model.lock(blocks + 1, image_norm=True, image_projection=True)
-
-
-@in_soak
-def test_every_configuration_that_needs_no_hub_is_built_and_locked() -> None:
-    """All of them in the soak, every twelfth otherwise."""
-    refused = []
-    for name in open_clip.list_models()[:: 1 if SOAK else 12]:
-        try:
-            model = load_shapes(name)
-        except ValueError as error:
-            assert "is a CoCa" in str(error) or "cannot build the model (OSError" in str(error)
-            refused.append(name)
-            continue
-        names = model.lock(1, False, False, text=True, logit_scale=False, text_blocks=1)
-        assert names and model.num_frozen_blocks == model.num_blocks - 1
-        assert len(model.text_layout.blocks) > 1
-    configs = {name: open_clip.get_model_config(name) for name in open_clip.list_models()}
-    others = [
-        n for n, c in configs.items() if "multimodal_cfg" in c or "hf_model_name" in c["text_cfg"]
-    ]
-    assert set(refused) <= set(others) and (len(configs), len(others)) == (144, 13)

@@ -39,22 +39,21 @@ def view(channels: int, seed: int = 0, **options: Any) -> torch.Tensor:
     return transform(channels, **options)(picture(channels))
 
 
-@pytest.mark.parametrize("channels", [1, 3, 6])
+@pytest.mark.parametrize("channels", [1, 6])
 def test_views_follow_the_generator_alone(channels: int) -> None:
-    views = [view(channels, seed, blur=0.5) for seed in range(12)]
-    again = [view(channels, seed, blur=0.5) for seed in range(12)]
+    views = [view(channels, seed, blur=0.5) for seed in range(6)]
+    again = [view(channels, seed, blur=0.5) for seed in range(6)]
     assert all(torch.equal(a, b) for a, b in zip(views, again, strict=True))
     assert all(v.shape == (channels, 16, 16) and 0 <= v.min() and v.max() <= 1 for v in views)
     assert not any(torch.equal(views[0], v) for v in views[1:])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_colours_of_the_first_three_channels_change_alone(seed: int) -> None:
-    plain = {"jitter": 0.0, "grayscale": 0.0}
-    changed = view(5, seed, jitter=1.0, strength=1.0, grayscale=1.0)
-    same = view(5, seed, **plain)
-    assert torch.equal(changed[3:], same[3:])  # the crop and the flip are drawn before
-    assert torch.equal(changed[0], changed[1]) and not torch.equal(changed[:3], same[:3])
+def test_colours_of_the_first_three_channels_change_alone() -> None:
+    for seed in range(3):
+        changed = view(5, seed, jitter=1.0, strength=1.0, grayscale=1.0)
+        same = view(5, seed, jitter=0.0, grayscale=0.0)
+        assert torch.equal(changed[3:], same[3:])  # the crop and the flip are drawn before
+        assert torch.equal(changed[0], changed[1]) and not torch.equal(changed[:3], same[:3])
 
 
 def test_geometry_acts_on_all_channels_alike() -> None:
@@ -66,11 +65,11 @@ def test_geometry_acts_on_all_channels_alike() -> None:
         assert all(torch.equal(found[0], channel) for channel in found[1:])
 
 
-SHAPES = [(7, 1), (16, 3), (33, 4), (96, 3), (7, 4), (33, 3), (96, 1), (224, 3), (224, 4)]
+SHAPES = [(7, 1), (33, 4), (96, 3), (7, 4), (33, 3), (96, 1), (224, 3), (224, 4)]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("side", "channels"), kept(SHAPES, *range(4)))
+@pytest.mark.parametrize(("side", "channels"), kept(SHAPES, *range(3)))
 def test_a_view_has_the_same_bits_in_any_batch(side: int, channels: int, threads: int) -> None:
     made = SimCLRTransform(
         PixelFormat((side, side), [0.0], [1.0], channels),
@@ -100,7 +99,7 @@ def test_colours_change_as_torchvision_changes_them(channels: int) -> None:
     }
     image = picture(channels)
     image[:8] = image[:8, :, :1]  # grey, without a hue
-    for seed in range(20):
+    for seed in range(8):
         torch.manual_seed(seed)
         crop = made.draw(image)
         wanted = crop.pixels
