@@ -634,17 +634,6 @@ def simlap(pairs: Any, temperature: Any, code: bool = False, penalty: float = 0.
     return loop
 
 
-def two_views_without_a_mask(step: Step) -> Tensor:
-    """The toy's NT-Xent at 0.5: all other images are negatives."""
-    every = torch.cat([step.features["image_features"], step.features["image_features_1"]])
-    count, losses = len(every), []
-    for p in range(count):
-        logits = [every[p] @ every[q] / 0.5 for q in range(count) if q != p]
-        own = every[p] @ every[(p + count // 2) % count] / 0.5
-        losses.append(torch.stack(logits).exp().sum().log() - own)
-    return torch.stack(losses).mean()
-
-
 def toy_momentum(step: Step) -> Tensor:
     losses = []
     for query, key in zip(step.features["image_features"], step.features["keys"], strict=True):

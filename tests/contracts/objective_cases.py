@@ -326,9 +326,6 @@ CASES: dict[str, Case] = {
             (0.3, loops.contrastive("captions", loops.hard(1.0, 0.1))),
         ),
     ),
-    "toy_two_views": Case(
-        {"kind": "toy_two_views"}, lambda: loops.two_views_without_a_mask, autocast=True
-    ),
     "toy_momentum": Case(
         {"kind": "toy_momentum"}, lambda: loops.toy_momentum, zero=False, autocast=True
     ),

@@ -1,7 +1,7 @@
 """Methods of another package, one file each, train without a change to any other file.
 
-``tests/toys`` holds two views without captions, a momentum copy with a queue, an adversary that
-changes views, parameters outside of the engine, and a term of a sum. That they keep what every
+``tests/toys`` holds a momentum copy with a queue, an adversary that changes views, parameters
+outside of the engine, and a term of a sum. That they keep what every
 objective keeps is in ``contracts/test_objectives.py``; here the verb itself finds and trains them.
 """
 
@@ -80,10 +80,10 @@ def test_an_engine_that_cannot_carry_a_method_is_refused(
 
 
 def test_kinds_are_found_by_name_alone(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no objective 'toy_two_views' .nearest: "):
-        base.options_class("toy_two_views")
+    with pytest.raises(ValueError, match="no objective 'toy_momentum' .nearest: "):
+        base.options_class("toy_momentum")
     monkeypatch.syspath_prepend(installed)
     assert {*toys.KINDS, "info_nce", "mlcd", "mlc", "single_label"} <= {*base.kinds()}
     monkeypatch.delitem(sys.modules, "tests.toys.adversary", raising=False)
-    assert base.options_class("toy_two_views")(kind="toy_two_views").reads.num_views == 2
+    assert base.options_class("toy_momentum")(kind="toy_momentum").reads.num_views == 2
     assert "tests.toys.adversary" not in sys.modules

@@ -147,6 +147,31 @@ class Touch:
         self.path.touch()
 
 
+# Columns of metrics.jsonl that do not hang on the machine.
+KEPT = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")
+
+
+def rows_of(training: Path) -> list[dict[str, Any]]:
+    """The rows of a training's metrics, without half a last one."""
+    path = training / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def training_in(directory: Path) -> dict[str, Any]:
+    """What a training results in: its last weights and moments bit for bit, and its rows."""
+    from mclclip.checkpoint import step_files
+
+    checkpoints = directory / "checkpoints"
+    last = step_files.steps(checkpoints)[-1]
+    found: dict[str, Any] = {"step": last}
+    for part in ("model", "optimizer"):
+        state = step_files.load_model_state(checkpoints, last, part)
+        assert state
+        found[part] = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+    return found | {"rows": [{name: row[name] for name in KEPT} for row in rows_of(directory)]}
+
+
 def state_of(run_dir: Path) -> dict[str, Any]:
     """What ``run_state.json`` says."""
     state: dict[str, Any] = json.loads((run_dir / "run_state.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,57 +19,35 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
 from mclclip.train import build
 from mclclip.train.inputs import StageTraining, TrainingInputs
-from mclclip.verbs import cluster, embed, export, index, plan, train
+from mclclip.verbs import plan, train
 from mclclip.verbs.plan import Machine
-from tests import tiny
-from tests.matrix import in_soak
+from tests import damage
 
 CONTROLS = ("ungrouped", "random_groups")
 
 
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a run whose pseudo labels of stage 1 are there."""
-    folder = tmp_path_factory.mktemp("labels")
-    tiny.make_data(folder / "data", num_samples=96)
-    options = make_config(folder, folder / "run")
-    index.run(options, SINGLE)
-    export.stage(options, SINGLE, stage=0)
-    embed.run(options, SINGLE, stage=0)
-    cluster.run(options, SINGLE, stage=0)
-    return folder
+def changed(options: Config, *overrides: str) -> Config:
+    return config.from_tree(asdict(options), overrides)
 
 
-def test_a_control_has_no_patience(labels: Path) -> None:
-    """It could end earlier than the training that it controls."""
-    patient = "train.evaluate={every: 1, metric: pairs/average, patience: 1}"
-    options = make_config(labels, labels / "run", "controls=[]", patient)
-    with pytest.raises(ValueError, match="train.evaluate.patience"):
+@pytest.fixture
+def options(prepared_run: Path, tmp_path: Path) -> Config:
+    """Of a copy of the run with labels of stage 1; epochs, not steps, are configured."""
+    own = ("train.steps=null", "train.epochs=1", "train.lock.text=true")
+    return changed(damage.copied(prepared_run, tmp_path), *own, f"controls=[{','.join(CONTROLS)}]")
+
+
+def test_controls_take_the_steps_of_what_they_control(options: Config) -> None:
+    """They wait for it, and another one is refused: its steps are of options that are no more."""
+    options = changed(options, "train.plan.policy=drop", "train.epochs=2")
+    with pytest.raises(RuntimeError, match=r"run 'mclclip train --stage 1' first, or set train"):
         train.run(options, SINGLE, stage=1, variant="ungrouped")
-    assert not (labels / "run" / "controls").exists()
-
-
-def make_config(labels: Path, run_dir: Path, *overrides: str) -> Config:
-    """Epochs, not steps, are configured."""
-    own = ("base=null", "num_stages=1", "train.steps=null", "train.epochs=2")
-    controls = "controls=[ungrouped,random_groups]"
-    return tiny.make_config(run_dir, labels / "data", *own, controls, *overrides)
-
-
-def labelled(labels: Path, run_dir: Path, policy: str, *overrides: str) -> Config:
-    """A copy of the run with the labels, to be trained under ``policy``."""
-    shutil.copytree(labels / "run", run_dir)
-    return make_config(labels, run_dir, f"train.plan.policy={policy}", *overrides)
-
-
-@pytest.mark.parametrize("policy", ["drop", "wrap"])
-@in_soak
-def test_controls_take_the_steps_of_what_they_control(
-    labels: Path, tmp_path: Path, policy: str
-) -> None:
-    options = labelled(labels, tmp_path / "run", policy)
     steps = {}
     for variant in ("mcl", *CONTROLS):
+        if variant == "ungrouped":
+            with pytest.raises(ValueError, match=r"train.epochs was 2.*, now 3"):
+                train.run(changed(options, "train.epochs=3"), SINGLE, stage=1, variant=variant)
+            assert not RunPaths.of(options, variant).train(1).exists()
         done = train.run(options, SINGLE, stage=1, variant=variant)
         steps[variant] = artifacts.read_manifest(done, "train").counts["steps"]
     assert steps["ungrouped"] == steps["random_groups"] == steps["mcl"]
@@ -79,32 +56,28 @@ def test_controls_take_the_steps_of_what_they_control(
     assert 2 * own != steps["mcl"]  # epochs of its own would have been others
     planned = plan.compute(options, Machine(), None)["trainings"]
     assert [training["steps"] for training in planned] == [(steps["mcl"],) * 2] * 3
-    # The same command finds all of them finished.
-    for variant in CONTROLS:
-        train.run(options, SINGLE, stage=1, variant=variant)
 
 
-def test_a_control_waits_for_what_it_controls(labels: Path, tmp_path: Path) -> None:
-    options = labelled(labels, tmp_path / "run", "drop")
-    with pytest.raises(RuntimeError, match=r"run 'mclclip train --stage 1' first, or set train"):
+def test_a_control_has_no_patience(options: Config) -> None:
+    """It could end earlier than the training that it controls."""
+    patient = "train.evaluate={every: 1, metric: pairs/average, patience: 1}"
+    options = changed(options, "controls=[]", patient)
+    with pytest.raises(ValueError, match="train.evaluate.patience"):
         train.run(options, SINGLE, stage=1, variant="ungrouped")
     assert not RunPaths.of(options, "ungrouped").train(1).exists()
 
 
-def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
+def test_controls_see_the_same_views(options: Config) -> None:
     """Captions and augmented pictures of a sample are equal, bit for bit; its batch is another."""
-    options = labelled(labels, tmp_path / "run", "backoff", "train.epochs=1")
-    train.run(options, SINGLE, stage=1)
     views = {}
     for variant in ("mcl", *CONTROLS):
-        if variant != "mcl":
-            train.run(options, SINGLE, stage=1, variant=variant)
+        train.run(options, SINGLE, stage=1, variant=variant)
         views[variant] = first_epoch(options, variant)
     for variant in CONTROLS:
         assert views[variant].keys() == views["mcl"].keys()
         assert list(views[variant]) != list(views["mcl"])
         for sample, (image, text) in views["mcl"].items():
-            torch.testing.assert_close(views[variant][sample][0], image, rtol=0, atol=0)
+            assert torch.equal(views[variant][sample][0], image)
             assert torch.equal(views[variant][sample][1], text)
 
 
@@ -123,13 +96,3 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
         rows = zip(batch.sample_id.tolist(), batch.views[0], batch.text, strict=True)
         found.update({sample: (image, text) for sample, image, text in rows})
     return found
-
-
-def test_a_control_of_another_training_is_refused(labels: Path, tmp_path: Path) -> None:
-    """Its number of steps would be that of labels or options that are no more."""
-    options = labelled(labels, tmp_path / "run", "drop")
-    train.run(options, SINGLE, stage=1)
-    longer = config.from_tree(asdict(options), ["train.epochs=3"])
-    with pytest.raises(ValueError, match=r"train.epochs was 2.*, now 3"):
-        train.run(longer, SINGLE, stage=1, variant="ungrouped")
-    assert not RunPaths.of(options, "ungrouped").train(1).exists()

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-from mclclip.checkpoint import CheckpointConfig, step_files
-from mclclip.checkpoint.checkpoints import Checkpoints
+from mclclip.checkpoint import step_files
 from mclclip.run import artifacts
 from tests import tiny
-from tests.distributed.conftest import RankPool
-from tests.e2e.conftest import Finished, Shell
-from tests.matrix import in_soak, kept
+from tests.e2e.conftest import Shell, state_of
+from tests.matrix import in_soak
 
-MIB = 2**20
 Disk = Callable[[Path, int], Path]
 
 
@@ -53,97 +47,26 @@ def disk() -> Iterator[Disk]:
             assert not folder.is_mount()
 
 
-# --- two ranks and their checkpoints -----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.kill()
-
-
-class Source:
-    """Two MiB of one number."""
-
-    def __init__(self, value: float) -> None:
-        self.state = {f"model.p{n}": torch.full((MIB // 16,), float(value)) for n in range(8)}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.state = state
-
-
-def save(directory: Path, steps: list[int], asynchronous: bool) -> list[str]:
-    """Resumes and saves all of ``steps``; returns what was raised, and by which call."""
-    checkpoints = Checkpoints(directory, CheckpointConfig(keep=1, asynchronous=asynchronous))
-    source, raised = Source(0.0), []
-    start = checkpoints.resume(source)
-    assert all(bool((value == start).all()) for value in source.state.values())
-    for step in [*steps, None]:
-        try:
-            checkpoints.wait() if step is None else checkpoints.save(step, Source(step))
-        except RuntimeError as error:
-            raised.append(f"{'wait' if step is None else step}: {error}")
-            break
-    return raised
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
 @in_soak
-def test_two_ranks_keep_the_checkpoint_before(
-    ranks: RankPool, disk: Disk, tmp_path: Path, asynchronous: bool
-) -> None:
-    folder = disk(tmp_path / "disk", 3)
-    directory = folder / "checkpoints"
-    assert ranks(2, save, directory, [2], asynchronous) == [[], []]
-    first, second = ranks(2, save, directory, [4, 6], asynchronous)
-    (line,) = first
-    assert second == first and "No space left on device" in line and "\n" not in line
-    call = "6" if asynchronous else "4"
-    assert line.startswith(f"{call}: the checkpoint {directory}/step_00000004 cannot be")
-    assert [path.name for path in directory.iterdir()] == ["step_00000002"]
-    used = sum(path.stat().st_size for path in directory.rglob("*"))
-    assert used < 2.2 * MIB  # what was half written is gone
-    disk(folder, 6)
-    assert ranks(2, save, directory, [4, 6], asynchronous) == [[], []]
-    assert step_files.steps(directory) == [6]
-
-
-# --- the command -------------------------------------------------------------------------------
-
-
-def train(shell: Shell, config: Path, *options: str, ranks: int) -> Finished:
-    return shell("train", "--stage", "0", "--config", config, *options, ranks=ranks)
-
-
-@pytest.mark.parametrize("ranks", kept([2, 1], 0))
-@in_soak
-def test_a_training_on_a_full_disk(
-    shell: Shell, disk: Disk, data: Path, tmp_path: Path, ranks: int
-) -> None:
+def test_a_training_on_a_full_disk(shell: Shell, disk: Disk, data: Path, tmp_path: Path) -> None:
     """One checkpoint fits, a second does not; with room the same command ends the training."""
     run_dir = tmp_path / "run"
     config = tiny.write_config(tmp_path / "config.yaml", run_dir, data)
     shell.ok("index", "--config", config)
     directory = run_dir / "stage_0/train/checkpoints"
     disk(directory, 16)
-    finished = train(shell, config, ranks=ranks)
-    complaint = finished.refusal()
+    command = ("train", "--stage", "0", "--config", config)
+    complaint = shell.refused(*command, ranks=2)
     assert f"{directory}/step_00000004 cannot be written (" in complaint
     assert "No space left on device" in complaint
     assert [path.name for path in directory.iterdir()] == ["step_00000002"]
     assert not artifacts.is_finished(run_dir / "stage_0/train")
 
     disk(directory, 64)
-    shell.ok("train", "--stage", "0", "--config", config, ranks=ranks)
+    shell.ok(*command, ranks=2)
     assert step_files.steps(directory) == [6]
     assert artifacts.is_finished(run_dir / "stage_0/train")
 
-
-# --- verbs -------------------------------------------------------------------------------------
 
 # The folder that gets a disk of its own, and the verb that fills it.
 FILLED = {
@@ -166,10 +89,9 @@ def whole(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @in_soak
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("verb", FILLED)
 def test_a_verb_on_a_full_disk(
-    shell: Shell, whole: tuple[Path, Path], disk: Disk, tmp_path: Path, verb: str, ranks: int
+    shell: Shell, whole: tuple[Path, Path], disk: Disk, tmp_path: Path, verb: str
 ) -> None:
     """One line with the path and what to do; the state is right; with room the command goes on."""
     config, finished = whole
@@ -179,14 +101,14 @@ def test_a_verb_on_a_full_disk(
     shutil.rmtree(run_dir / folder)
     fill(disk(run_dir / folder, 1))
     command = [*words, "--config", config, f"run_dir={run_dir}"]
-    line = shell.refused(*command, ranks=ranks)
+    line = shell.refused(*command, ranks=2)
     assert f"{run_dir / folder}" in line and "No space left on device" in line, line
     assert "make room" in line
-    state = json.loads((run_dir / "run_state.json").read_text())
+    state = state_of(run_dir)
     assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 2, False)
     disk(run_dir / folder, 64)
     (run_dir / folder / "filling").unlink()
-    shell.ok(*command, ranks=ranks)
+    shell.ok(*command, ranks=2)
 
 
 def test_a_run_directory_on_a_full_disk(
@@ -197,9 +119,9 @@ def test_a_run_directory_on_a_full_disk(
     config = tiny.write_config(tmp_path / "config.yaml", run_dir, data)
     shell.ok("index", "--config", config)
     fill(run_dir)
-    line = train(shell, config, ranks=1).refusal()
+    line = shell.refused("train", "--stage", "0", "--config", config)
     assert str(run_dir) in line and "No space left on device" in line and "make room" in line
-    state = json.loads((run_dir / "run_state.json").read_text())
+    state = state_of(run_dir)
     assert (state["state"], state["verb"], state["exit_code"]) == ("failed", "train", 2), state
 
 

@@ -69,12 +69,9 @@ def test_names_in_a_shard_do_not_reach_the_terminal(shell: Shell, tmp_path: Path
     assert r"s/\x1b[2Ja\n12:00:00 I forged" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    "text", [LAUGHS, "[" * 5000, "seed: 1\nseed: 2"], ids=["laughs", "deep", "twice"]
-)
-def test_a_hostile_configuration_is_refused(shell: Shell, tmp_path: Path, text: str) -> None:
+def test_a_hostile_configuration_is_refused(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    indented = "".join(f"    {line}\n" for line in text.splitlines())
+    indented = "".join(f"    {line}\n" for line in LAUGHS.splitlines())
     path.write_text(f"run_dir: {tmp_path / 'run'}\nmodel:\n  name:\n{indented}")
     shell("config")
     start = time.monotonic()

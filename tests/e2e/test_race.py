@@ -16,7 +16,7 @@ from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
 
 REMEDIES = ("mcl", "ungrouped")
-OPTIONS = ("num_stages=1", "base.steps=2", "train.steps=2", "export.concat=[stage_norm]",
+OPTIONS = ("num_stages=1", "base.steps=1", "train.steps=2", "export.concat=[stage_norm]",
            "export.soup=false", "cluster.num_clusters=2", "train.checkpoint.every=1")  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def finished(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory)
     finished by the same command. Tests leave it as it is."""
     folder = tmp_path_factory.mktemp("race")
     tiny.write_config(folder / "config.yaml", folder / "race", data, *OPTIONS)
-    killed = shell(*words(folder), inside=KillAfter("update", 6))
+    killed = shell(*words(folder), inside=KillAfter("update", 5))
     assert killed.codes == [-9]
     assert not artifacts.is_finished(
         folder / "race/ungrouped/seed_3/controls/ungrouped/stage_1/train"
@@ -56,12 +56,8 @@ def test_all_remedies_share_one_base_and_see_as_many_samples(finished: Path) -> 
             for part in ("index", "stage_0", "stage_1/pseudo_labels"):
                 assert (run / part).is_symlink() and not Path((run / part).readlink()).is_absolute()
                 assert (run / part).resolve() == (base / part).resolve()
-            (train,) = [
-                path
-                for path in run.glob("**/stage_1/train/manifest.json")
-                if "stage_0" not in str(path)
-            ]
-            manifest = artifacts.read_manifest(train.parent, "train")
+            prefix = "" if name == "mcl" else "controls/ungrouped/"
+            manifest = artifacts.read_manifest(run / f"{prefix}stage_1/train", "train")
             assert manifest.counts["samples_seen"] == 2 * 24
             assert manifest.config["seed"] == seed
             measured = {row.model for row in results.read(run / "results.jsonl")}
@@ -79,14 +75,8 @@ def test_the_table_has_every_remedy_against_base_and_control(finished: Path) -> 
     ]  # fmt: skip
     assert all("2 seeds" in row["test"] and "items" in row["test"] for row in rows)
     html = (finished / "race" / "race.html").read_text()
-    for text in (
-        "Nothing beats the ungrouped control",
-        "By Type and rule",
-        "TFLOP",
-        "is the control",
-    ):
-        assert text in html
-    assert "Nothing beats the ungrouped control" in (finished / "stdout").read_text()
+    verdict = "Nothing beats the ungrouped control"
+    assert verdict in html and verdict in (finished / "stdout").read_text()
     assert not re.findall(r"(?:src|href)=\"http", html)
 
 
@@ -107,17 +97,13 @@ def test_a_race_that_is_refused_leaves_nothing(shell: Shell, data: Path, tmp_pat
     that a remedy cannot use are said before stage 0 is trained."""
     tiny.write_config(tmp_path / "config.yaml", tmp_path / "race", data, *OPTIONS)
     race = ("race", "--config", tmp_path / "config.yaml", "--remedies")
-    for more in (("--seeds", 3, 3), ("eval.suite.pairs.path=/nowhere",)):
-        shell.refused(*race, "mcl", *more)
-        assert not (tmp_path / "race").exists()
-    (tmp_path / "own.sweep").write_text(
+    shell.refused(*race, "mcl", "eval.suite.pairs.path=/nowhere")
+    assert not (tmp_path / "race").exists()
+    sweep = tmp_path / "own.sweep"
+    sweep.write_text(
         "hard controls=[ungrouped] train.objective.kind=info_nce "
         "train.objective.hard_captions.field=nowhere\n"
     )
-    of_samples: dict[tuple[object, ...], str] = {
-        (tmp_path / "own.sweep",): f"remedy 'hard' of {tmp_path}/own.sweep: train.objective.hard_",
-        ("equal_captions", "image_rows.enabled=true"): "remedy 'equal_captions': train.objective.",
-    }
-    for more, words in of_samples.items():
-        assert words in shell.refused(*race, *more)
-        assert not (tmp_path / "race/base/seed_0/stage_0").exists()
+    words = f"remedy 'hard' of {sweep}: train.objective.hard_"
+    assert words in shell.refused(*race, sweep)
+    assert not (tmp_path / "race/base/seed_0/stage_0").exists()

@@ -21,7 +21,6 @@ from mclclip.verbs import index
 from tests import tiny
 from tests.batches import training_batches
 from tests.e2e.conftest import Shell
-from tests.matrix import kept
 from tests.shard_server import Handler, ShardServer, serving
 
 
@@ -66,13 +65,9 @@ def test_reading_ahead_asks_for_one_batch_more_per_worker(
     def requests(num_workers: int) -> int:
         before = server.seen["GET"]
         loader: Loader[Batch] = Loader(
-            batches,
-            steps,
-            num_workers=num_workers,
-            timeout_s=300.0,
-            describe=lambda *_: "a batch",
-            fresh=True,
-        )
+            batches, steps, num_workers=num_workers, timeout_s=300.0,
+            describe=lambda *_: "a batch", fresh=True,
+        )  # fmt: skip
         assert sum(len(batch.sample_id) for batch in loader) == 16 * len(steps)
         return server.seen["GET"] - before
 
@@ -124,25 +119,11 @@ def test_a_run_over_http_is_the_run_on_a_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", kept(["dead", "changed", "gone"], 0))
 def test_a_store_that_fails_for_good_is_one_line_on_all_ranks(
-    shell: Shell, server: ShardServer, tmp_path: Path, fault: str
+    shell: Shell, server: ShardServer, tmp_path: Path
 ) -> None:
     options = config(tmp_path, server, "data.num_workers=1", "base.steps=400")
     shell.ok("index", "--config", options)
-    shards = sorted(server.folder.glob("*.tar"))
-    if fault == "dead":
-        server.fail = -1
-    else:
-        data = shards[1].read_bytes()
-        server.after_look = lambda: (
-            shards[1].unlink() if fault == "gone" else shards[1].write_bytes(data[::-1])
-        )
+    server.fail = -1
     line = shell.refused("train", "--stage", "0", "--config", options, ranks=2)
-    wanted = {
-        "dead": "could not be read (HTTP status 503",
-        "changed": "it was indexed",
-        "gone": f"{shards[1].name} is not there",
-    }
-    assert "http://127.0.0.1" in line and wanted[fault] in line
-    assert fault == "dead" or shards[1].name in line
+    assert "http://127.0.0.1" in line and "could not be read (HTTP status 503" in line

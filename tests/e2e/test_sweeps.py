@@ -37,7 +37,7 @@ from mclclip.eval import results
 from mclclip.util import shipped
 from mclclip.verbs import make_dataset
 from tests import tiny
-from tests.e2e.conftest import Shell
+from tests.e2e.conftest import Shell, rows_of
 from tests.matrix import kept
 from tests.unit.data.datasets import fakes
 from tests.unit.test_sweep import SWEEPS, commands, sweep
@@ -283,6 +283,5 @@ def check(settled: Config, checkout: Path) -> None:
     for stage in stages if settled.base is not None else stages[1:]:
         directory = run / f"stage_{stage}/train"
         assert step_files.steps(directory / "checkpoints")[-1] == STEPS
-        text = (directory / "metrics.jsonl").read_text()
-        losses = [json.loads(row)["loss"] for row in text.splitlines()]
+        losses = [row["loss"] for row in rows_of(directory)]
         assert len(losses) == STEPS and np.isfinite(losses).all()

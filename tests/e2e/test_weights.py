@@ -1,4 +1,4 @@
-"""Trainings whose samples are drawn by weights, through the command line."""
+"""Which samples to train on: shown, filtered and trained on, through the command line."""
 
 from __future__ import annotations
 
@@ -10,54 +10,35 @@ import numpy as np
 
 from mclclip import config as configuration
 from tests import damage, tiny
-from tests.e2e.conftest import KillAfter, RecordBatches, Shell
-from tests.matrix import in_soak
-
-STEPS = 8
+from tests.e2e.conftest import RecordBatches, Shell
 
 
-@in_soak
-def test_killed_or_on_two_ranks_it_draws_by_the_same_weights(
+def test_what_is_filtered_is_not_trained_on(
     shell: Shell, prepared_run: Path, tmp_path: Path
 ) -> None:
-    weights = np.ones(damage.NUM_SAMPLES, np.float32)
-    weights[:32], weights[32:40] = 0, 5
-    np.save(tmp_path / "w.npy", weights)
-
-    def prepared(name: str) -> list[str]:
-        run_dir = shutil.copytree(prepared_run, tmp_path / name)
-        more = ("train.global_batch=8", f"train.plan.weights={tmp_path}/w.npy")
-        options = damage.options(
-            run_dir, prepared_run.parent / "data", *more, f"train.steps={STEPS}"
-        )
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(configuration.dump(options))
-        return ["train", "--stage", "1", "--config", str(path)]
-
-    batches = RecordBatches(tmp_path / "one_batches"), RecordBatches(tmp_path / "two_batches")
-    one, two, killed = prepared("one"), prepared("two"), prepared("killed")
-    shown = shell.ok("config", "--plan", *one[3:]).stdout
-    finished = shell.ok(*one, "--verbose", inside=batches[0])
-    # 56 samples once and 8 five times are 96 draws: 12 batches, of which no epoch leaves one out.
-    assert "64 samples, drawn 96 times (1.50 each on average)" in finished.stderr
-    assert "drawn by weight, of all draws: patterns 100.0 %" in finished.stderr
-    assert f"{STEPS} steps from 0, 12 per epoch" in finished.stderr
-    assert re.search(r"^stage 1 +3 +8 +12 ", shown, re.MULTILINE), shown
-    drawn = batches[0].sample_ids()
-    assert drawn.min() >= 32 and drawn.shape == (STEPS, 8)
-    assert np.isin(drawn, np.arange(32, 40)).sum() > 8 * STEPS / 5
-    shell.ok(*two, ranks=2, inside=batches[1])
-    np.testing.assert_array_equal(batches[1].sample_ids(ranks=2), drawn)
-    assert shell(*killed, inside=KillAfter("update", 5)).code == -9
-    shell.ok(*killed)
-    for command in (one, killed):
-        shell.ok("export", *command[1:])
-    ended, resumed = (
-        tiny.digests(tmp_path / name / "stage_1/export", "*") for name in ("one", "killed")
-    )
-    weights_of = "open_clip_model.safetensors"
-    assert ended[weights_of] == resumed[weights_of]
+    run_dir = shutil.copytree(prepared_run, tmp_path / "run")
+    options = damage.options(run_dir, prepared_run.parent / "data", "train.global_batch=8")
+    path = tmp_path / "run.yaml"
+    path.write_text(configuration.dump(options))
+    shown = shell.ok("filter", "--config", path)
+    assert "CLIP scores of 96 samples (0 without a caption" in shown.stderr
+    assert re.search(r"[\d,]+ pairs above 0.95 within clusters", shown.stderr)
+    assert not (run_dir / "filters").exists()
+    wanted = ("--keep-share", "0.5", "--near-duplicates", "0.999")
+    filtered = shell.ok("filter", "--config", path, *wanted)
+    override = re.findall(r"train\.plan\.weights=\S+", filtered.stderr)[0]
+    weights = np.load(override.partition("=")[2])
+    assert weights.shape == (damage.NUM_SAMPLES,) and 8 <= weights.sum() <= 48
+    found = tiny.digests(run_dir / "filters/filter", "*")
+    shell.ok("filter", "--config", path, *wanted, "--name", "ranks", ranks=2)
+    again = tiny.digests(run_dir / "filters/ranks", "*")
+    for name in ("weights.npy", "reasons.npy", "scores.npy", "left_out.jsonl"):
+        assert found[name] == again[name]
+    batches = RecordBatches(tmp_path / "batches")
+    shell.ok("train", "--stage", "1", "--config", path, override, inside=batches)
+    drawn = np.unique(batches.sample_ids())
+    assert len(drawn) and weights[drawn].all()
     # Weights that have changed are other data: not gone on with, in one line.
-    np.save(tmp_path / "w.npy", np.ones(damage.NUM_SAMPLES, np.float32))
-    line = shell.refused(*one)
+    np.save(override.partition("=")[2], np.ones_like(weights))
+    line = shell.refused("train", "--stage", "1", "--config", path, override)
     assert "(weights)" in line and "--force" in line

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from mclclip.data.datasets.patterns import draw_samples
 from mclclip.data.groups import GroupedIndex
@@ -18,15 +17,8 @@ from tests import tiny
 from tests.e2e.conftest import RecordBatches, Shell
 
 NUM_SAMPLES = 80
-OPTIONS = (
-    "num_stages=1",
-    "base=null",
-    "train.steps=3",
-    "train.global_batch=8",
-    "eval.suite={}",
-    "export.concat=[]",
-    "export.soup=false",
-)
+OPTIONS = ("num_stages=1", "base=null", "train.steps=3", "train.global_batch=8", "eval.suite={}",
+           "export.concat=[]", "export.soup=false")  # fmt: skip
 MLCD = (
     "train.objective={kind: mlcd, labels_per_sample: 2, sample_rate: 0.5}",
     "cluster.num_clusters=9",
@@ -45,56 +37,38 @@ def config_of(folder: Path, bare: Callable[[int], bool]) -> Path:
     return tiny.write_config(folder / "config.yaml", folder / "unused", folder, *OPTIONS)
 
 
-@pytest.fixture(scope="module")
-def none(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return config_of(tmp_path_factory.mktemp("none"), lambda number: True)
-
-
-@pytest.fixture(scope="module")
-def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole shard without captions, and every fourth sample of the others."""
-    return config_of(tmp_path_factory.mktemp("some"), lambda n: 30 <= n < 60 or n % 4 == 1)
-
-
-def test_mlcd_trains_on_images_without_captions(shell: Shell, none: Path, tmp_path: Path) -> None:
+def test_mlcd_trains_on_images_without_captions_and_what_reads_them_is_refused(
+    shell: Shell, tmp_path: Path
+) -> None:
     run_dir, recorded = tmp_path / "run", RecordBatches(tmp_path / "batches")
-    shell.ok("run", "--config", none, f"run_dir={run_dir}", *MLCD, inside=recorded)
+    given = ["--config", config_of(tmp_path / "data", lambda _: True), f"run_dir={run_dir}"]
+    refused = {
+        "train.objective.kind=info_nce": (),
+        "base.objective.kind=info_nce": ("base={}", *MLCD),
+        "cluster.feature=mean": ("cluster.feature=mean", *MLCD),
+    }
+    words = "reads captions, and none of the 80 samples of the index at "
+    for reader, options in refused.items():
+        assert shell.refused("run", *given, *options).startswith(f"mclclip: {reader} {words}")
+        assert not [*run_dir.glob("stage*")]
+    shell.ok("run", *given, *MLCD, inside=recorded)
     counts = artifacts.read_manifest(run_dir / "index", "index").counts
     assert (counts["samples"], counts["captions"], counts["without_caption"]) == (80, 0, 80)
     assert (run_dir / "stage_1/export/open_clip_model.safetensors").exists()
-    assert not (run_dir / "stage_0/text_embeddings").exists()
-    assert (
-        "without_caption" not in artifacts.read_manifest(run_dir / "stage_1/train", "train").counts
-    )
+    counts = artifacts.read_manifest(run_dir / "stage_1/train", "train").counts
+    assert "without_caption" not in counts
     assert recorded.sample_ids().shape == (3, 8) and len(set(recorded.sample_ids().flat)) == 24
-
-
-def test_what_reads_captions_is_refused_in_one_line(
-    shell: Shell, none: Path, tmp_path: Path
-) -> None:
-    given = ["--config", none, f"run_dir={tmp_path / 'run'}"]
-    refused = {
-        "train.objective.kind=info_nce": ("run",),
-        "base.objective.kind=info_nce": ("run", "base={}", *MLCD),
-        "cluster.feature=mean": ("run", "cluster.feature=mean", *MLCD),
-    }
-    for reader, (verb, *options) in refused.items():
-        line = shell.refused(verb, *given, *options)
-        assert line.startswith(
-            f"mclclip: {reader} reads captions, and none of the 80 samples of the index at "
-        )
-    assert [path.name for path in (tmp_path / "run").glob("stage*")] == []
-    # The same of the verbs by themselves, with a stage 0 that is there.
-    shell.ok("run", *given, *MLCD, "num_stages=0")
-    for arguments in (("embed", "--stage", 0, "--text"), ("train", "--stage", 1)):
-        line = shell.refused(*arguments, *given)
-        assert "reads captions, and none of the 80 samples" in line
-    assert [path.name for path in (tmp_path / "run/stage_0").iterdir()] == ["export"]
+    # The verbs by themselves refuse it too.
+    for arguments in (("embed", "--stage", 0, "--text"), ("train", "--stage", 1, "--force")):
+        assert words in shell.refused(*arguments, *given)
+    assert not (run_dir / "stage_0/text_embeddings").exists()
 
 
 def test_samples_without_captions_are_left_out_of_what_reads_them(
-    shell: Shell, some: Path, tmp_path: Path
+    shell: Shell, tmp_path: Path
 ) -> None:
+    """A whole shard has no captions, and every fourth sample of the others."""
+    some = config_of(tmp_path / "data", lambda n: 30 <= n < 60 or n % 4 == 1)
     run_dir, recorded = tmp_path / "run", RecordBatches(tmp_path / "batches")
     options = ("train.lock.text=false", "controls=[random_groups]", "cluster.feature=mean")
     given = ("--config", some, f"run_dir={run_dir}", *options)

@@ -7,6 +7,7 @@ what a user edits in them is given as options of sbatch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from mclclip.checkpoint import step_files
 from mclclip.util import shipped
 from tests import tiny
+from tests.e2e.conftest import rows_of, training_in
 from tests.matrix import in_soak
 from tests.slurm.conftest import Cluster, wait_until
 
@@ -61,18 +62,12 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Until a training of stage 1 has come to ``step`` in a start that goes on."""
-        path = self.run_dir / "stage_1" / "train" / "metrics.jsonl"
-
-        def reached() -> bool:
-            lines = path.read_text().splitlines() if path.exists() else []
-            return any(json.loads(line)["step"] >= step for line in lines)
-
-        wait_until(reached, RUN_S, self.report)
+        wait_until(lambda: self.steps_done() >= step, RUN_S, self.report)
         assert self.steps_done() < STEPS, f"too late to disturb it\n{self.report()}"
 
     def steps_done(self) -> int:
-        path = self.run_dir / "stage_1" / "train" / "metrics.jsonl"
-        return int(json.loads(path.read_text().splitlines()[-1])["step"])
+        rows = rows_of(self.run_dir / "stage_1" / "train")
+        return int(rows[-1]["step"]) if rows else 0
 
     def wait_for_state(self, state: str, limit_s: float = RUN_S) -> None:
         """Until SLURM shows the job in this state; a job that has ended in another one fails."""
@@ -93,18 +88,15 @@ class Job:
         wait_until(lambda: self.restarts() == number, RUN_S, self.report)
         self.wait_for_state("RUNNING", START_S)
 
-    def processes(self, *words: str) -> list[int]:
-        """Running processes of this job's mclclip whose command line has all the words."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                command = path.read_bytes().decode().split("\0")
-                environment = (path.parent / "environ").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if f"SLURM_JOB_ID={self.job_id}" in environment and set(words) <= set(command):
-                found.append(int(path.parent.name))
-        return found
+    def kill(self, rank: int) -> None:
+        """Kills the process of a rank, in whichever node's launcher."""
+        wanted = {f"SLURM_JOB_ID={self.job_id}", f"RANK={rank}", "LOCAL_RANK=0"}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if wanted <= set(path.read_bytes().decode().split("\0")):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    return
+        pytest.fail(f"rank {rank} does not run\n{self.report()}")
 
     def recorded(self) -> dict[str, object]:
         found: dict[str, object] = json.loads((self.run_dir / "run_state.json").read_text())
@@ -158,13 +150,8 @@ def check_same_end(job: Job, undisturbed: Job) -> None:
     """The same weights: of every export, and in the last checkpoint of every training."""
     exports = tiny.digests(undisturbed.run_dir)
     assert len(exports) >= 4 and tiny.digests(job.run_dir) == exports
-    for stage in (0, 1):
-        folders = [run.run_dir / f"stage_{stage}/train/checkpoints" for run in (job, undisturbed)]
-        assert step_files.steps(folders[0])[-1] == step_files.steps(folders[1])[-1]
-        last = step_files.steps(folders[0])[-1]
-        ours, theirs = (step_files.load_model_state(folder, last) for folder in folders)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for stage in ("stage_0/train", "stage_1/train"):
+        assert training_in(job.run_dir / stage) == training_in(undisturbed.run_dir / stage)
     assert job.recorded()["state"] == "finished"
 
 
@@ -213,30 +200,16 @@ def saved_when_left(job: Job, least: int) -> int:
 def test_killed_processes_end_the_start_and_not_the_job(
     cluster: Cluster, undisturbed: Job, data: Path, tmp_path: Path
 ) -> None:
-    """-9 to a rank of one node, then, in the next start, to torchrun of the other."""
+    """-9 to a rank of one node, then, in the next start, to that of the other."""
     job = submit_run(cluster, tmp_path, data)
-    job.wait_for_step(50)
-    strike(job, rank=1, launcher=False)
-    job.wait_for_restart(1)
-    job.wait_for_step(65)
-    strike(job, rank=0, launcher=True)
-    job.wait_for_restart(2)
+    for number, (step, rank) in enumerate(((50, 1), (65, 0)), start=1):
+        job.wait_for_step(step)
+        job.kill(rank)
+        job.wait_for_restart(number)
     job.wait_for_state("COMPLETED")
     check_same_end(job, undisturbed)
     assert "(1 in a row)" in job.log and "(2 in a row)" in job.log
     assert not list(job.folder.glob("*.state*"))
-
-
-def strike(job: Job, *, rank: int, launcher: bool) -> None:
-    """Kills the process of a rank, or the torchrun that started it."""
-    for pid in job.processes("-m", "mclclip"):
-        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        if f"RANK={rank}" in environment and "LOCAL_RANK=0" in environment:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            parent = int(stat.rsplit(")", 1)[1].split()[1])
-            os.kill(parent if launcher else pid, signal.SIGKILL)
-            return
-    pytest.fail(f"rank {rank} does not run\n{job.report()}")
 
 
 def test_an_array_evaluates_every_export(
@@ -245,12 +218,13 @@ def test_an_array_evaluates_every_export(
     """Three tasks share five exports, and find what the run itself found."""
     job = submit(cluster, tmp_path, "eval_array.sbatch", undisturbed.run_dir, array="0-2", nodes=1)
     wait_until(lambda: not cluster("squeue", "-h", "-j", job.job_id), RUN_S, job.report)
-    rows = [
-        json.loads(line)
-        for path in (undisturbed.run_dir / "eval").glob("*/results.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    expected = (undisturbed.run_dir / "results.jsonl").read_text().splitlines()
-    found = {(row["model"], row["benchmark"], row["metric"]): row["value"] for row in rows}
-    own = [json.loads(line) for line in expected]
-    assert found == {(row["model"], row["benchmark"], row["metric"]): row["value"] for row in own}
+    paths = [*(undisturbed.run_dir / "eval").glob("*/results.jsonl")]
+    found, own = (
+        {
+            (row["model"], row["benchmark"], row["metric"]): row["value"]
+            for path in files
+            for row in tiny.rows(path)
+        }
+        for files in (paths, [undisturbed.run_dir / "results.jsonl"])
+    )
+    assert found == own and own

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 KINDS = {
-    "toy_two_views": "tests.toys.two_views",
     "toy_momentum": "tests.toys.momentum",
     "toy_adversary": "tests.toys.adversary",
     "toy_prototypes": "tests.toys.prototypes",

@@ -1,4 +1,4 @@
-"""One process decides between two steps; tests/e2e/test_preemption.py has several."""
+"""One process decides between two steps; tests/e2e/test_ends.py has several."""
 
 from __future__ import annotations
 
