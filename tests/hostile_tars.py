@@ -101,41 +101,21 @@ def whole(dialect: int, num_samples: int = 3, name: str = "", long: bool = True)
 # --- mutations ----------------------------------------------------------------------------------
 
 _SIZES = [
-    *(
-        base_256(size)
-        for size in (-512, -1024, -1, -(2**80), 0, 600, 40 << 30, 2**63, 2**80, 2**87)
-    ),
-    *(octal(size) for size in (0, 1, 511, 512, 513, 1 << 20, (1 << 33) - 1)),
-    *(
-        b"-0000001000\0",
-        b"+0000001000\0",
-        b"0o000001000\0",
-        b"00000_01000\0",
-        b" " * 12,
-        b"\0" * 12,
-    ),
-    *(b"99999999999\0", b"\x81" + bytes(11), b"\xfe" * 12, b"777777777777", b"12\0garbage12"),
-]
+    *map(base_256, (-512, -1024, -1, -(2**80), 0, 600, 40 << 30, 2**63, 2**80, 2**87)),
+    *map(octal, (0, 1, 511, 512, 513, 1 << 20, (1 << 33) - 1)),
+    b"-0000001000\0", b"+0000001000\0", b"0o000001000\0", b"00000_01000\0", b" " * 12, b"\0" * 12,
+    b"99999999999\0", b"\x81" + bytes(11), b"\xfe" * 12, b"777777777777", b"12\0garbage12",
+]  # fmt: skip
 _KINDS = [bytes([code]) for code in b"\x000123456789ABDKLMNSVXgxz\xff "]
 _RECORDS = [
-    *(
-        record("size", text)
-        for text in ("-1024", "-1", "0", "600", "40000000000", "1e9", "", " 12")
-    ),
-    *(record("size", text) for text in ("9" * 19, "9" * 400, "1_000", "\uff11")),
+    *(record("size", text) for text in ("-1024", "-1", "0", "600", "40000000000", "1e9", "", " 12",
+                                        "9" * 19, "9" * 400, "1_000", "\uff11")),
     *(record("path", text) for text in ("p.jpg", "../p.jpg", "a\nb.jpg", "a\x1b[31m.jpg", "/", "")),
     *(record(f"GNU.sparse.{key}", "1") for key in ("major", "map", "size", "name", "realsize")),
-    *(record("GNU.sparse.numblocks", "9" * 30), record("hdrcharset", "BINARY")),
-    *(b"0 path=x\n", b"9999999 path=x\n", b"12 path=x", b"-5 path=x\n", b"6 =xx\n", b"junk\n"),
-    *(
-        b"9" * 5000 + b" path=x\n",
-        b"",
-        b"\0" * 40,
-        b"1 x\n",
-        b"3 \n",
-        record("comment", "x" * 3000),
-    ),
-]
+    record("GNU.sparse.numblocks", "9" * 30), record("hdrcharset", "BINARY"),
+    b"0 path=x\n", b"9999999 path=x\n", b"12 path=x", b"-5 path=x\n", b"6 =xx\n", b"junk\n",
+    b"9" * 5000 + b" path=x\n", b"", b"\0" * 40, b"1 x\n", b"3 \n", record("comment", "x" * 3000),
+]  # fmt: skip
 
 
 def _headers(data: bytearray) -> list[int]:
@@ -208,14 +188,8 @@ def _append(rng: random.Random, data: bytearray) -> bytearray:
 
 
 _OPERATIONS: list[Operation] = [
-    _change_header,
-    _change_header,
-    _insert,
-    _flip,
-    _cut,
-    _remove,
-    _append,
-]
+    _change_header, _change_header, _insert, _flip, _cut, _remove, _append,
+]  # fmt: skip
 
 
 def mutated(seed: int) -> tuple[bytes, bytes]:

@@ -249,62 +249,10 @@ def dense_loss(
     return torch.stack(losses).mean()
 
 
-class SlowLazyAdamW:
-    """AdamW in which a row moves in the steps that touch it only, and counts only those."""
-
-    def __init__(self, rows: Tensor, betas: tuple[float, float], eps: float, decay: float) -> None:
-        self.rows, self.betas, self.eps, self.decay = rows, betas, eps, decay
-        self.first, self.second = torch.zeros_like(rows), torch.zeros_like(rows)
-        self.count = [0] * len(rows)
-
-    @torch.no_grad()
-    def step(self, grad: Tensor, touched: Sequence[int], lr: float) -> None:
-        """Moves the rows ``touched`` along ``grad`` [K, D]."""
-        one, two = self.betas
-        for j in touched:
-            self.count[j] += 1
-            self.first[j] = one * self.first[j] + (1 - one) * grad[j]
-            self.second[j] = two * self.second[j] + (1 - two) * grad[j] ** 2
-            first = self.first[j] / (1 - one ** self.count[j])
-            second = self.second[j] / (1 - two ** self.count[j])
-            self.rows[j] -= lr * self.decay * self.rows[j]
-            self.rows[j] -= lr * first / (second.sqrt() + self.eps)
-
-
 # --- the network of feature dropout --------------------------------------------------------------
 
 
 Weights = Mapping[str, Tensor]
-
-
-def reflected(position: int, size: int) -> int:
-    """The place in [0, size) that a mirror at the first and the last pixel shows."""
-    if position < 0:
-        return -position
-    return position if position < size else 2 * (size - 1) - position
-
-
-def convolution(image: Tensor, weight: Tensor, bias: Tensor, stride: int = 1) -> Tensor:
-    """[C, H, W] -> [D, H / stride, W / stride], rounded up; one place of the kernel at a time."""
-    kernel, (_, height, width) = weight.shape[-1], image.shape
-    total: Tensor = bias[:, None, None]
-    for down in range(kernel):
-        for right in range(kernel):
-            rows = [reflected(y + down - kernel // 2, height) for y in range(0, height, stride)]
-            columns = [reflected(x + right - kernel // 2, width) for x in range(0, width, stride)]
-            seen = image[:, rows][:, :, columns]
-            total = total + torch.einsum("dc,chw->dhw", weight[:, :, down, right], seen)
-    return total
-
-
-def instance_norm(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Each channel of one image with mean 0 and deviation 1, then scaled and shifted."""
-    channels = []
-    for number, channel in enumerate(image):
-        centred = channel - channel.mean()
-        deviation = (centred.square().mean() + 1e-5).sqrt()
-        channels.append(centred / deviation * weight[number] + bias[number])
-    return torch.stack(channels)
 
 
 def enlarged(image: Tensor, height: int, width: int) -> Tensor:
@@ -316,13 +264,20 @@ def enlarged(image: Tensor, height: int, width: int) -> Tensor:
 def viewmaker(weights: Weights, pixels: Tensor, noise: Sequence[float] | Tensor) -> Tensor:
     """The viewmaker of one image [C, H, W] with its noise [n]."""
     _, height, width = pixels.shape
-    half, quarter = (-(-height // 2), -(-width // 2)), (-(-height // 4), -(-width // 4))
     rest = torch.as_tensor(noise, dtype=pixels.dtype)
 
-    def layer(name: str, hidden: Tensor, stride: int = 1, relu: bool = True) -> Tensor:
-        conv = convolution(hidden, weights[f"{name}.0.weight"], weights[f"{name}.0.bias"], stride)
-        normed = instance_norm(conv, weights[f"{name}.1.weight"], weights[f"{name}.1.bias"])
-        return normed.clamp_min(0) if relu else normed
+    def convolution(hidden: Tensor, name: str, stride: int = 1) -> Tensor:
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        border = [weight.shape[-1] // 2] * 4
+        padded = functional.pad(hidden[None], border, mode="reflect")
+        return functional.conv2d(padded, weight, bias, stride)[0]
+
+    def norm(hidden: Tensor, name: str) -> Tensor:
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return functional.instance_norm(hidden[None], weight=weight, bias=bias, eps=1e-5)[0]
+
+    def layer(name: str, hidden: Tensor, stride: int = 1) -> Tensor:
+        return norm(convolution(hidden, f"{name}.0", stride), f"{name}.1").relu()
 
     def with_noise(hidden: Tensor) -> Tensor:
         nonlocal rest
@@ -332,20 +287,15 @@ def viewmaker(weights: Weights, pixels: Tensor, noise: Sequence[float] | Tensor)
 
     hidden = layer("down.0", with_noise(pixels))
     hidden = layer("down.2", layer("down.1", hidden, stride=2), stride=2)
-    assert hidden.shape[1:] == quarter
+    assert hidden.shape[1:] == (-(-height // 4), -(-width // 4))
     number = 0
     while f"blocks.{number}.layers.1.weight" in weights:
         hidden, name = with_noise(hidden), f"blocks.{number}.layers"
-        inside = layer(f"{name}.0", hidden)
-        inside = convolution(inside, weights[f"{name}.1.weight"], weights[f"{name}.1.bias"])
-        hidden = hidden + instance_norm(
-            inside, weights[f"{name}.2.weight"], weights[f"{name}.2.bias"]
-        )
-        number += 1
+        inside = convolution(layer(f"{name}.0", hidden), f"{name}.1")
+        hidden, number = hidden + norm(inside, f"{name}.2"), number + 1
     assert len(rest) == 0
-    hidden = layer("to_half", enlarged(hidden, *half))
-    hidden = layer("to_whole", enlarged(hidden, height, width))
-    return convolution(hidden, weights["last.weight"], weights["last.bias"])
+    hidden = layer("to_half", enlarged(hidden, -(-height // 2), -(-width // 2)))
+    return convolution(layer("to_whole", enlarged(hidden, height, width)), "last")
 
 
 def noise_of(seed: int, step: int, view: int, sample_id: int, count: int) -> list[float]:
@@ -361,17 +311,6 @@ def view_of(
     raw = viewmaker(weights, pixels, noise).tanh()
     change = raw * epsilon / (raw.abs().sum() / raw.numel() + 1e-4)
     return change, (pixels + change).clamp(0, 1)
-
-
-def nt_xent(first: Sequence[Tensor], second: Sequence[Tensor], temperature: float) -> Tensor:
-    """Mean over all views of the cross-entropy of the own pair among all other views."""
-    every, losses = [*first, *second], []
-    for place, row in enumerate(every):
-        scores = [row @ other / temperature for other in every]
-        own = scores[(place + len(first)) % len(every)]
-        total = sum(score.exp() for n, score in enumerate(scores) if n != place)
-        losses.append(torch.as_tensor(total).log() - own)
-    return torch.stack(losses).mean()
 
 
 # --- the loops of a step -------------------------------------------------------------------------
@@ -649,11 +588,6 @@ def toy_prototypes(step: Step) -> Tensor:
         logits = torch.stack([4.0 * feature @ row for row in rows])
         losses.append(logits.exp().sum().log() - logits[label])
     return torch.stack(losses).mean()
-
-
-def toy_alignment(step: Step) -> Tensor:
-    pairs = zip(step.features["image_features"], step.features["text_features"], strict=True)
-    return torch.stack([1.0 - image @ text for image, text in pairs]).mean()
 
 
 def distilled(

@@ -176,7 +176,8 @@ CASES: Mapping[str, Case] = {
             "compositional",
             _layout(layout, 50 if layout == "aro_attribute" else 4),
             {"layout": layout},
-            by_chance=layout != "sugarcrepe_pp",
+            # Others choose between two texts as sugarcrepe and aro_relation do.
+            by_chance=layout not in ("sugarcrepe_pp", "aro_attribute", "pairs"),
         )
         for layout in LAYOUTS
     },

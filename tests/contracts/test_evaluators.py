@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
 from mclclip.eval.results import Measurement
 from mclclip.eval.units import PERCENT, Unit
+from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.verbs import eval as evaluation
 from tests.contracts.evaluator_cases import CASES, NUM_CLASSES, Case
 from tests.distributed.conftest import here
-from tests.matrix import kept
 from tests.planted import PlantedEncoder, planted
 
 NUM_SEEDS = 24
@@ -37,6 +38,18 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcomes, "NUM_RANKING_DRAWS", FEW_DRAWS)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, int]]:
+    """A case's data, which tests read, and how many numbers they use."""
+    folder = tmp_path_factory.mktemp("data")
+
+    @cache
+    def write(name: str) -> tuple[Path, int]:
+        return folder / name, CASES[name].write(folder / name)
+
+    return write
+
+
 def perfect(case: Case, size: int) -> PlantedEncoder:
     encoder = planted("perfect", size)
     if case.by_class:
@@ -44,9 +57,9 @@ def perfect(case: Case, size: int) -> PlantedEncoder:
     return encoder
 
 
-def measured(case: Case, root: Path, encoder: Any) -> list[Measurement]:
+def measured(case: Case, root: Path, encoder: Any, context: Context = SINGLE) -> list[Measurement]:
     """The figures of the encoder."""
-    extractor = Extractor(encoder, batch_size=8)
+    extractor = Extractor(encoder, context, batch_size=8)
     return evaluator(case.kind).evaluate(extractor, root, **case.options)
 
 
@@ -61,13 +74,12 @@ def test_every_kind_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_perfect_encoder_gets_the_best_and_equal_features_their_floor(
-    tmp_path: Path, name: str
+    written: Any, name: str
 ) -> None:
     """Of equal features every comparison is a tie, which counts against the model."""
-    case = CASES[name]
-    size = case.write(tmp_path)
+    case, (root, size) = CASES[name], written(name)
     best, constant = (
-        {figure.metric: figure for figure in measured(case, tmp_path, encoder)}
+        {figure.metric: figure for figure in measured(case, root, encoder)}
         for encoder in (perfect(case, size), planted("constant", size, dim=64))
     )
     losses = {unit_of(figure).smaller_is_better for figure in best.values()}
@@ -95,12 +107,11 @@ def test_a_perfect_encoder_gets_the_best_and_equal_features_their_floor(
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.by_chance])
-def test_random_features_get_the_chance_that_is_stated(tmp_path: Path, name: str) -> None:
+def test_random_features_get_the_chance_that_is_stated(written: Any, name: str) -> None:
     """Their mean over encoders is within four standard errors of it."""
-    case = CASES[name]
-    size = case.write(tmp_path)
+    case, (root, size) = CASES[name], written(name)
     found = [
-        {f.metric: f for f in measured(case, tmp_path, planted("random", size, seed=seed))}
+        {f.metric: f for f in measured(case, root, planted("random", size, seed=seed))}
         for seed in range(NUM_SEEDS)
     ]
     for metric, first in found[0].items():
@@ -113,11 +124,12 @@ def test_random_features_get_the_chance_that_is_stated(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outcomes_are_those_of_the_figure_and_its_interval(tmp_path: Path, name: str) -> None:
+def test_outcomes_are_those_of_the_figure_and_its_interval(
+    written: Any, tmp_path: Path, name: str
+) -> None:
     """Also after they were written and read again, and they do not say where the data lie."""
-    case = CASES[name]
-    size = case.write(tmp_path)
-    figures = measured(case, tmp_path, planted("coarse", size))
+    case, (root, size) = CASES[name], written(name)
+    figures = measured(case, root, planted("coarse", size))
     found = {figure.metric: figure.outcomes for figure in figures if figure.outcomes is not None}
     assert len(found) == len(figures)
     file, data = outcomes.encode(found)
@@ -126,7 +138,7 @@ def test_outcomes_are_those_of_the_figure_and_its_interval(tmp_path: Path, name:
     for figure in figures:
         own = again[figure.metric]
         assert len({*own.items}) == len(own.items) == figure.count
-        assert not any(str(tmp_path) in text for text in [*own.items, *(own.units or [])])
+        assert not any(str(root) in text for text in [*own.items, *(own.units or [])])
         made = results.figure(figure.metric, own, {})
         assert (made.value, made.ci_low, made.ci_high) == (
             figure.value, figure.ci_low, figure.ci_high,
@@ -166,27 +178,28 @@ def test_missing_and_damaged_data_are_one_line(tmp_path: Path, name: str) -> Non
         ends(lambda: measured(case, root, encoder), "image .* cannot be decoded")
 
 
-def rows_of(root: Path, path: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def rows_of(folders: dict[str, tuple[Path, int]], path: Path) -> list[dict[str, Any]]:
     """Rows of all cases, by an encoder with many ties, on the ranks of the process this runs in."""
     suite = {
-        name: BenchmarkConfig(case.kind, str(root / name), dict(case.options))
-        for name, case in CASES.items()
+        name: BenchmarkConfig(CASES[name].kind, str(root), dict(CASES[name].options))
+        for name, (root, _) in folders.items()
     }
     outcomes.NUM_RANKING_DRAWS = FEW_DRAWS  # also in a process of another rank
-    context = here()
-    encoder: Any = planted("coarse", max(sizes.values()))
-    judge = evaluation.SuiteJudge(suite, context, settings={"batch_size": 3})
-    rows = judge.measure(encoder, path, "it")
-    return [vars(row) for row in rows]
+    encoder: Any = planted("coarse", max(size for _, size in folders.values()))
+    judge = evaluation.SuiteJudge(suite, here(), settings={"batch_size": 3})
+    return [vars(row) for row in judge.measure(encoder, path, "it")]
 
 
-@pytest.mark.parametrize("world_size", kept([2, 4], 0))
-def test_rows_are_those_of_one_process(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    sizes = {name: case.write(tmp_path / name) for name, case in CASES.items()}
-    (tested, *_) = sorted((tmp_path / "knn/test/class 0").iterdir())
-    shutil.copy(tested, tmp_path / "knn/train/class 0/copy.png")
-    alone = rows_of(tmp_path, tmp_path / "one.jsonl", sizes)
-    for rows in ranks(world_size, rows_of, tmp_path, tmp_path / "many.jsonl", sizes):
+def test_rows_of_three_ranks_are_those_of_one_process(
+    ranks: Any, written: Any, tmp_path: Path
+) -> None:
+    folders = {name: written(name) for name in CASES}
+    root = shutil.copytree(folders["knn"][0], tmp_path / "knn")
+    (tested, *_) = sorted((root / "test/class 0").iterdir())
+    shutil.copy(tested, root / "train/class 0/copy.png")
+    folders["knn"] = root, folders["knn"][1]
+    alone = rows_of(folders, tmp_path / "one.jsonl")
+    for rows in ranks(3, rows_of, folders, tmp_path / "many.jsonl"):
         assert rows == alone
     many = (tmp_path / "many.jsonl").read_bytes()  # written once, by one rank
     assert many == (tmp_path / "one.jsonl").read_bytes()
@@ -195,3 +208,17 @@ def test_rows_are_those_of_one_process(ranks: Any, tmp_path: Path, world_size: i
     copies = {n: {row["protocol"].get("copies_in_train") for row in alone if row["benchmark"] == n}
               for n in ("knn", "probe")}  # fmt: skip
     assert copies == {"knn": {1}, "probe": {0}}
+
+
+def line_of(root: Path, size: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        measured(CASES["mmvp"], root, planted("coarse", size), here())
+    return str(caught.value)
+
+
+def test_a_bad_image_stops_every_rank_with_one_line(ranks: Any, tmp_path: Path) -> None:
+    size = CASES["mmvp"].write(tmp_path)
+    bad = tmp_path / "MLLM_VLM Images/Color/1.png"  # which one rank reads
+    bad.write_bytes(b"broken")
+    for line in ranks(2, line_of, tmp_path, size):
+        assert f"image {bad} cannot be decoded" in line and "\n" not in line

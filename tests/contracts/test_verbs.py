@@ -262,21 +262,13 @@ def test_other_settings_stop_with_the_field_and_both_values_or_move_it_aside(
     assert is_finished(path) and state(path.with_name(f"{path.name}.old-1")) == before
 
 
-def test_what_is_finished_is_skipped_or_made_again(folder: Path, verb: Verb) -> None:
-    """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
+def test_what_is_finished_is_skipped_and_what_was_begun_is_resumed(
+    folder: Path, verb: Verb
+) -> None:
     path = folder / "run" / verb.artifact
-    before, digest = state(path), json.loads((path / MANIFEST).read_text())["digest"]
-    for force in (Remake.NOTHING, Remake.UNFIT):
-        verb.call(folder, force=force)
-        assert state(path) == before
-    verb.call(folder, force=Remake.ALL)
-    assert json.loads((path / MANIFEST).read_text())["digest"] == digest  # what is made of it fits
-    assert state(path.with_name(f"{path.name}.old-1")) == before
-
-
-def test_what_was_begun_is_resumed(folder: Path, verb: Verb) -> None:
-    path = folder / "run" / verb.artifact
-    fields = json.loads((path / MANIFEST).read_text())
+    before, fields = state(path), json.loads((path / MANIFEST).read_text())
+    verb.call(folder)
+    assert state(path) == before
     (path / MANIFEST).rename(path / INTENT)
     (path / ".half.7.tmp").write_text("of a killed writer")
     verb.call(folder)
@@ -364,7 +356,6 @@ def test_a_change_of_an_option_is_refused_where_it_changes_the_result(
         now = noted.of(lambda: all_verbs(config))
         return {name for name in before.keys() & now.keys() if now[name] != before[name]}
 
-    before = Identities()
     before = noted.of(
         lambda: all_verbs(damage.options(made / "run", made / "data", "export.soup=true"))
     )
@@ -375,11 +366,6 @@ def test_a_change_of_an_option_is_refused_where_it_changes_the_result(
         if (refused := refusing(overrides)) != expected
     }
     assert not wrong
-
-
-def call_blindspots(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
-    flags: dict[str, Any] = {"other": "1"} | dict(change)
-    return of_run(blindspots.run)(folder, flags, force)
 
 
 def call_soup(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
@@ -404,7 +390,7 @@ FLAGS: dict[str, tuple[Call, list[Callable[..., object]], set[str]]] = {
     "filter": (
         VERBS["filter"].call, [filtering.run, filtering.Options], {"config", "context", "filters"},
     ),
-    "blindspots": (call_blindspots, [blindspots.run], {"config", "context"}),
+    "blindspots": (of_run(blindspots.run, other="1"), [blindspots.run], {"config", "context"}),
     "soup": (call_soup, [soup.run], {"models", "out"}),
     "convert": (call_convert, [convert.run], {"model", "out"}),
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""Class centers over real gloo processes: what they send, and that they resume on other ranks."""
+"""Class centers over real gloo processes: what they send, and that they resume on other ranks.
+
+That they train the same on any number of ranks is in ``contracts/test_objectives.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,7 @@ from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.ranks import collectives
 from tests.contracts import test_objectives as contract
 from tests.distributed.conftest import here
-from tests.distributed.test_engines import assert_close
-from tests.matrix import kept
+from tests.distributed.test_engines import DECAY, assert_close, whole
 from tests.objective_loops import parts_of
 
 Ranks = Callable[..., list[Any]]
@@ -40,7 +42,7 @@ def labels_of(step: int) -> Tensor:
     return labels
 
 
-def make(lazy: bool = False) -> ClassCenterLoss:
+def make() -> ClassCenterLoss:
     centers = ShardedClassCenters(
         K,
         D,
@@ -48,7 +50,7 @@ def make(lazy: bool = False) -> ClassCenterLoss:
         context=here(),
         draw=negative_draw(K, 0.5, seed=1),
         weight_decay=0.1,
-        lazy=lazy,
+        lazy=True,
         dtype=torch.float64,
     )
     return ClassCenterLoss(centers, scale=8.0, margin=Margin("arc", 0.3), tile=5)
@@ -124,8 +126,8 @@ def test_one_sum_of_two_numbers_per_row_forward_and_one_reduction_backward(ranks
 class Head:
     """What an engine does for the class centers, without a trunk."""
 
-    def __init__(self, lazy: bool) -> None:
-        self.objective = make(lazy)
+    def __init__(self) -> None:
+        self.objective = make()
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.objective.centers.state_dict()
@@ -134,10 +136,10 @@ class Head:
         self.objective.centers.load_state_dict(state)
 
 
-def curve(directory: Path, lazy: bool, stop: int) -> dict[str, Any]:
+def curve(directory: Path, stop: int) -> dict[str, Any]:
     """Goes on to step ``stop`` from what is saved, saves, and returns losses and state."""
     warnings.filterwarnings("ignore")
-    head, losses = Head(lazy), []
+    head, losses = Head(), []
     checkpoints = Checkpoints(directory, CheckpointConfig(keep=5))
     start = checkpoints.resume(head)
     for step in range(start, stop):
@@ -151,17 +153,53 @@ def curve(directory: Path, lazy: bool, stop: int) -> dict[str, Any]:
     return {"start": start, "losses": losses, "state": state}
 
 
-@pytest.mark.parametrize("lazy", kept([False, True], 1))
-def test_saved_on_four_ranks_resumed_on_others(ranks: Ranks, tmp_path: Path, lazy: bool) -> None:
-    undisturbed = ranks(1, curve, tmp_path / "whole", lazy, 8)[0]
+def test_saved_on_four_ranks_resumed_on_others(ranks: Ranks, tmp_path: Path) -> None:
+    undisturbed = ranks(1, curve, tmp_path / "whole", 8)[0]
     assert undisturbed["state"]["class_centers.rows"].shape == (K, D)
-    first = ranks(4, curve, tmp_path / "four", lazy, 4)[0]
+    first = ranks(4, curve, tmp_path / "four", 4)[0]
     for count in (4, 3, 1):
         directory = shutil.copytree(tmp_path / "four", tmp_path / f"from_four_to_{count}")
-        second = ranks(count, curve, directory, lazy, 8)[0]
+        second = ranks(count, curve, directory, 8)[0]
         assert second["start"] == 4
         np.testing.assert_allclose(
             first["losses"] + second["losses"], undisturbed["losses"], rtol=1e-12
         )
         for name, wanted in undisturbed["state"].items():
             np.testing.assert_allclose(second["state"][name], wanted, atol=1e-12, err_msg=name)
+
+
+# --- steps that are left out -------------------------------------------------------------------
+
+
+def run_one_bad(name: str, options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The states before and after a step in which one rank's pixels are infinite, and after one
+    more good step."""
+    engine = contract.make_engine("mlc", name, "fp16", start_decay=DECAY, **options)
+    states = []
+    for step in range(3):
+        batch = contract.columns("mlc", step, torch.float32)
+        if step == 1 and collectives.rank() == 0:
+            batch.views[0][0] = float("inf")
+        engine.update(batch, lr=1e-3)
+        states.append(whole(engine.state_dict()) | {"scale": engine.scaler.get_scale()})
+    return tuple(states)
+
+
+def assert_left_out(before: dict[str, Any], after: dict[str, Any], later: dict[str, Any]) -> None:
+    """Neither trunk nor class centers, nor their moments and counts, move by what overflowed."""
+    assert after["scale"] == 0.5 * before["scale"]
+    for key in (key for key in before if not key.startswith("scale")):
+        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    for key in ("class_centers.rows", "model.model.clip.visual.proj"):
+        assert not np.array_equal(later[key], before[key])
+    assert later["class_centers.steps"].max() == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("ddp", {"micro_batch": 4, "clip_grad_norm": 1.0}), ("fsdp", {})], ids=str
+)
+def test_a_step_that_overflows_anywhere_is_left_out_everywhere(
+    ranks: Ranks, name: str, options: dict[str, Any]
+) -> None:
+    for result in ranks(2, run_one_bad, name, options):
+        assert_left_out(*result)

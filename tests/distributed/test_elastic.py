@@ -5,11 +5,11 @@ Same samples, same augmentation at every step; losses within 1e-5 relative over 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from mclclip import config
+from mclclip.checkpoint import step_files
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.ranks.signals import Preempted
@@ -40,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def recorded(seen: Seen) -> Iterator[None]:
     """Notes what every update of this rank trains on."""
     original = Engine.update
@@ -66,11 +67,8 @@ def train_here(options: dict[str, Any]) -> Seen:
     settled = config.from_tree(options)
     index.run(settled, context)
     seen: Seen = {}
-    with recorded(seen):
-        try:
-            train.run(settled, context, stage=0)
-        except Preempted:
-            return seen
+    with recorded(seen), contextlib.suppress(Preempted):
+        train.run(settled, context, stage=0)
     return seen
 
 
@@ -133,18 +131,13 @@ def left(
     ("saved", "world_size", "resumed"),
     kept(
         [
-            ("ddp", 2, "ddp"),
+            ("fsdp", 2, "zero3"),
             ("ddp", 1, "cached"),
             ("fsdp", 3, "ddp"),
-            ("ddp", 3, "zero1"),
-            ("fsdp", 2, "zero3"),
-            ("ddp", 3, "ddp"),
-            ("ddp", 2, "fsdp"),
-            ("fsdp", 2, "cached"),
             ("zero3", 3, "fsdp"),
             ("zero1", 1, "ddp"),
         ],
-        4,
+        0,
     ),
 )
 def test_the_same_training_goes_on(
@@ -162,35 +155,23 @@ def test_the_same_training_goes_on(
     np.testing.assert_allclose(losses(tmp_path / "run"), alone[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", kept(["ddp", "fsdp"], 0))
 @in_soak
 def test_the_same_ranks_end_bit_for_bit(
-    ranks: Ranks, data: Path, left: Any, tmp_path: Path, engine: str
+    ranks: Ranks, data: Path, left: Any, tmp_path: Path
 ) -> None:
     """Four ranks, where the order of DDP's sums must be the settled one from the start."""
-    run(ranks, 4, options_for(data, tmp_path / "undisturbed", engine))
-    shutil.copytree(left(engine)[0], tmp_path / "resumed")
-    run(ranks, 4, options_for(data, tmp_path / "resumed", engine))
+    run(ranks, 4, options_for(data, tmp_path / "undisturbed", "ddp"))
+    shutil.copytree(left("ddp")[0], tmp_path / "resumed")
+    run(ranks, 4, options_for(data, tmp_path / "resumed", "ddp"))
     assert states(tmp_path / "undisturbed") == states(tmp_path / "resumed")
     assert losses(tmp_path / "undisturbed") == losses(tmp_path / "resumed")
 
 
 def states(run_dir: Path) -> dict[str, bytes]:
     """The last checkpoint's weights and moments."""
-    from mclclip.checkpoint import step_files
-
     directory = run_dir / "stage_0/train/checkpoints"
     return {
         part + name: tensor.numpy().tobytes()
         for part in ("model.", "optimizer.")
         for name, tensor in step_files.load_model_state(directory, STEPS, part[:-1]).items()
     }
-
-
-def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    tree = options_for(data, tmp_path / "run", "ddp")
-    tree["base"]["global_batch"] = 26
-    with pytest.raises(Exception, match=r"global_batch=26 cannot be cut over 4 ranks.*1, 2, 13"):
-        run(ranks, 4, tree)

@@ -24,7 +24,7 @@ from tests.unit.data.test_batches import LABELS, RADICES, augment, make, make_in
 RECORDED = Path(__file__).with_name("batches.json")
 POLICIES, ORDERS = ("drop", "backoff", "mask", "wrap"), ("round_robin", "proportional")
 KEYS = ((7, 0), (2**40, 3))  # (seed, stage)
-EPOCHS = (0, 1, 2, 17)
+EPOCHS = (0, 17)
 BAD = set(range(3, 240, 5))
 
 

@@ -1,6 +1,5 @@
 """Compositional benchmarks against the definitions of their papers, written with loops over the
-files, and against clip-benchmark's own evaluation. Features are such that similarities tie often,
-and their sums are exact."""
+files. Features are such that similarities tie often, and their sums are exact."""
 
 from __future__ import annotations
 
@@ -177,40 +176,9 @@ def whatsup(root: Path) -> Table:
 )
 def test_figures_equal_the_definitions(reference: Callable[[Path], Table], tmp_path: Path) -> None:
     layout: Any = reference.__name__
-    write(layout, tmp_path, draw, 12, apart=True)
+    write(layout, tmp_path, draw, 8, apart=True)
     figures = compositional.evaluate(Extractor(MODEL, batch_size=64), tmp_path, layout=layout)  # type: ignore[arg-type]
     wanted = reference(tmp_path)
     assert {figure.metric: figure.value for figure in figures} == pytest.approx(wanted)
     assert any(figure.protocol["tied_items"] for figure in figures)
     assert any(0 < value < 100 for value in wanted.values())
-
-
-@pytest.mark.parametrize("layout", ["sugarcrepe", "winoground"])
-def test_figures_equal_clip_benchmark_where_nothing_ties(layout: Any, tmp_path: Path) -> None:
-    theirs = pytest.importorskip(
-        "clip_benchmark.metrics.image_caption_selection", reason="needs the extra 'eval'"
-    )
-    write(layout, tmp_path, draw, 40)
-    tables = torch.randn(2, 600, 16, generator=torch.Generator().manual_seed(0))
-    items = compositional.read_items(
-        tmp_path, layout, parts=["swap_obj"] if layout == "sugarcrepe" else None
-    ).items
-    model = FourSigns()
-    model.embed_dim = 16  # type: ignore[misc]
-    model.image = lambda number: tables[0, number]  # type: ignore[method-assign]
-    model.text = lambda number: tables[1, number]  # type: ignore[method-assign]
-    batches = [
-        (
-            torch.stack([model.preprocess_val(Image.open(i)) for i in item.images])[None],  # type: ignore[arg-type]
-            [[*item.texts]],
-        )
-        for item in items
-    ]
-    wanted = theirs.evaluate(model, batches, model.tokenizer, "cpu", amp=False)
-    found = compositional.item_margins(Extractor(model), items, ("text", "image", "group"))  # type: ignore[arg-type]
-    names = {"text": "text_acc", "image": "image_acc", "group": "acc"}
-    if layout == "sugarcrepe":
-        names = {"text": "text_acc"}
-    for side, name in names.items():
-        margins = np.stack(found[side])
-        assert margins.all() and (margins > 0).all(axis=1).mean() == pytest.approx(wanted[name])

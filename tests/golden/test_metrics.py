@@ -1,4 +1,4 @@
-"""Metric maths against independent implementations: scipy, scikit-learn, torch, clip-benchmark."""
+"""Metric maths against independent implementations: scipy, scikit-learn and torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from sklearn.metrics import (
     label_ranking_loss,
     precision_recall_curve,
     roc_auc_score,
-    top_k_accuracy_score,
 )
 
 from mclclip.eval import metrics
 from mclclip.eval.outcomes import Outcomes
 
 
-@pytest.mark.parametrize(
-    "hits, count", [(0, 15), (1, 15), (15, 15), (27, 135), (44, 135), (9, 10**6)]
-)
+@pytest.mark.parametrize("hits, count", [(0, 15), (15, 15), (27, 135), (9, 10**6)])
 def test_wilson_interval_equals_scipy(hits: int, count: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     theirs = stats.binomtest(hits, count).proportion_ci(method="wilson")
@@ -31,15 +28,6 @@ def test_mean_per_class_equals_scikit_learn() -> None:
     labels, guesses = rng.integers(0, 9, 300), rng.integers(0, 9, 300)
     right = Outcomes([*map(str, range(300))], labels == guesses, [*map(str, labels)])
     assert right.value() == pytest.approx(balanced_accuracy_score(labels, guesses))
-
-
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_recall_equals_scikit_learn_top_k(k: int) -> None:
-    rng = np.random.default_rng(1)
-    scores, labels = rng.normal(size=(200, 8)), rng.integers(0, 8, 200)
-    ranks, _ = metrics.ranks_with_ties(scores, labels[:, None] == np.arange(8))
-    wanted = top_k_accuracy_score(labels, scores, k=k, labels=np.arange(8))
-    assert metrics.hits_at(ranks, k).mean() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("k", [1, 5, 10])
@@ -54,19 +42,6 @@ def test_recall_equals_topk_with_several_positives(k: int) -> None:
     strict, optimistic = metrics.ranks_with_ties(scores.numpy(), positive.numpy())
     assert metrics.hits_at(strict, k).mean() == pytest.approx(wanted)
     assert np.array_equal(strict, optimistic)
-
-
-def test_recall_equals_clip_benchmark() -> None:
-    theirs = pytest.importorskip(
-        "clip_benchmark.metrics.zeroshot_retrieval", reason="needs the extra 'eval'"
-    )
-    generator = torch.Generator().manual_seed(3)
-    scores = torch.randn(40, 90, generator=generator)
-    positive = torch.zeros(40, 90, dtype=torch.bool)
-    positive[torch.arange(90) % 40, torch.arange(90)] = True
-    hits = theirs.recall_at_k(scores, positive, 5) > 0
-    ranks, _ = metrics.ranks_with_ties(scores.numpy(), positive.numpy())
-    assert np.array_equal(ranks <= 5, hits.numpy())
 
 
 def test_ranks_agree_with_scikit_learn_ranking_loss() -> None:
@@ -113,18 +88,3 @@ def test_precision_at_11_recalls_from_scikit_learns_curve() -> None:
     assert metrics.Ranking(scores, truth).precision(np.ones(len(truth))) == pytest.approx(
         np.mean(levels)
     )
-
-
-def test_precision_is_near_clip_benchmarks() -> None:
-    """clip-benchmark averages over positives instead of interpolating at 11 recalls."""
-    theirs = pytest.importorskip(
-        "clip_benchmark.metrics.zeroshot_classification", reason="needs the extra 'eval'"
-    )
-    generator = torch.Generator().manual_seed(8)
-    truth = torch.rand(2000, 6, generator=generator) < 0.3
-    scores = truth + torch.randn(2000, 6, generator=generator)
-    wanted = theirs.average_precision_per_class(scores, truth)
-    for column in range(6):
-        ranking = metrics.Ranking(scores[:, column].numpy(), truth[:, column].numpy())
-        found = ranking.precision(np.ones(len(scores)))
-        assert found == pytest.approx(float(wanted[column]), abs=0.05)

@@ -11,7 +11,6 @@ KINDS = {
     "toy_momentum": "tests.toys.momentum",
     "toy_adversary": "tests.toys.adversary",
     "toy_prototypes": "tests.toys.prototypes",
-    "toy_alignment": "tests.toys.alignment",
 }
 
 

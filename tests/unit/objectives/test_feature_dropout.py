@@ -1,4 +1,4 @@
-"""Feature dropout: views, loss and gradients by loops, who moves whom, and what is refused."""
+"""Feature dropout: its network, views, loss and gradients by loops, who moves whom."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.data.batches import Batch
-from mclclip.engines.engine import Engine
 from mclclip.models.transforms import PixelFormat
 from mclclip.objectives.base import ObjectiveInputs, parse
-from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options, Viewmaker
+from mclclip.objectives.feature_dropout import (
+    Adversary,
+    FeatureDropout,
+    Options,
+    Viewmaker,
+    bound,
+    keyed_noise,
+)
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import ModelWithObjective
 from tests import objective_loops as loops
-from tests.engines import build_engine
-from tests.matrix import in_soak
 
 SEED, STEP, EPSILON, TEMPERATURE = 7, 3, 0.05, 0.4
 
@@ -71,26 +77,14 @@ def pixels_of(rows: int = 4) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def batch_of(rows: int = 4, step: int = STEP, double: bool = True) -> Batch:
-    views = [Encoder.look.normalize(pixels) for pixels in pixels_of(rows)]
+def batch_of() -> Batch:
+    rows = 4
     return Batch(
-        views=[view.double() if double else view for view in views],
+        views=[Encoder.look.normalize(pixels).double() for pixels in pixels_of(rows)],
         group_ids=torch.zeros(rows, 1, dtype=torch.int64),
         sample_id=10 + torch.arange(rows) ** 2,
-        step=step,
+        step=STEP,
         group_size=rows,
-    )
-
-
-def engine_of(trainee: ModelWithObjective, **options: Any) -> Engine:
-    outside = trainee.objective.outside()
-    return build_engine(
-        "ddp",
-        trainee,
-        lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
-        SINGLE,
-        outside=outside,
-        **options,
     )
 
 
@@ -122,7 +116,10 @@ def by_loops(trainee: ModelWithObjective, batch: Batch) -> tuple[Tensor, list[Te
         images = [((image - mean) / deviation).flatten() for image in own]
         raw = [model.weight @ image for image in images]  # type: ignore[operator]
         features.append([feature / feature.norm() for feature in raw])
-    return loops.nt_xent(*features, TEMPERATURE), changed
+    every, count = torch.cat([torch.stack(view) for view in features]), len(batch.sample_id)
+    scores = (every @ every.T / TEMPERATURE).fill_diagonal_(float("-inf"))
+    own = torch.arange(2 * count).roll(count)  # the same picture's other view
+    return functional.cross_entropy(scores, own), changed
 
 
 def test_loss_and_both_gradients_are_those_of_loops() -> None:
@@ -154,24 +151,8 @@ def test_views_stay_within_the_budget_and_between_black_and_white() -> None:
             assert float(new.min()) < 1e-6 and float(new.max()) > 1 - 1e-6  # some are cut
 
 
-def test_unchanged_pixels_keep_their_bits_whatever_the_normalization() -> None:
-    look = PixelFormat(
-        (6, 7), (0.48145466, 0.4578275, 0.40821073, 0.3), (0.268, 0.261, 0.276, 0.7), 4
-    )
-    mean, deviation = (torch.tensor(x)[:, None, None] for x in (look.mean, look.std))
-    objective = dropout(trainee_of(epsilon=0.0))
-    objective.mean, objective.deviation = mean, deviation
-    network(trainee := trainee_of(epsilon=0.0)).float()
-    objective.adversary = dropout(trainee).adversary
-    view = look.normalize(pixels_of()[0])
-    assert torch.equal(objective.change(view, 0, batch_of().sample_id), view)
-
-
-@pytest.mark.parametrize("double", [True, False])
-def test_without_a_budget_it_is_nt_xent_to_the_bit(double: bool) -> None:
-    trainee, batch = trainee_of(epsilon=0.0), batch_of(double=double)
-    if not double:
-        network(trainee).float()
+def test_without_a_budget_it_is_nt_xent_to_the_bit() -> None:
+    trainee, batch = trainee_of(epsilon=0.0), batch_of()
     for number, view in enumerate(batch.views):
         assert torch.equal(dropout(trainee).change(view, number, batch.sample_id), view)
     parts = trainee(batch)
@@ -183,31 +164,12 @@ def test_without_a_budget_it_is_nt_xent_to_the_bit(double: bool) -> None:
     assert all(not p.grad.any() for p in network(trainee).parameters() if p.grad is not None)
 
 
-def test_every_view_sample_and_step_has_noise_of_its_own() -> None:
-    objective, batch = dropout(trainee_of()), batch_of()
-    view, ids = batch.views[0], batch.sample_id
-
-    def changed(number: int = 0, step: int = STEP) -> Tensor:
-        objective.adversary.begin(step)
-        return objective.change(view, number, ids)
-
-    wanted = changed()
-    assert torch.equal(changed(), wanted)
-    for other in (changed(number=1), changed(step=STEP + 1)):
-        assert bool(((other - wanted).abs().amax(dim=(1, 2, 3)) > 1e-4).all())
-    objective.adversary.begin(STEP)
-    alone = objective.change(view[2:3], 0, ids[2:3])
-    torch.testing.assert_close(alone, wanted[2:3], rtol=1e-12, atol=1e-12)
-    exchanged = objective.change(view[2:3], 0, ids[1:2])
-    assert float((exchanged - alone).detach().abs().max()) > 1e-4
-
-
 # --- who moves ---------------------------------------------------------------------------------
 
 
 def test_neither_step_moves_the_other_player() -> None:
     trainee = trainee_of()
-    engine, adversary = engine_of(trainee), dropout(trainee).adversary
+    adversary, engine = dropout(trainee).adversary, torch.optim.SGD(trainee.parameters(), lr=1.0)
     assert not {*map(id, trainee.parameters())} & {*map(id, adversary.network.parameters())}
     encoder, maker = bits_of(trainee), bits_of(adversary.network)
     adversary.begin(STEP)
@@ -217,20 +179,6 @@ def test_neither_step_moves_the_other_player() -> None:
     encoder = bits_of(trainee)
     adversary.step(lr=0.1)
     assert same(bits_of(trainee), encoder) and not same(bits_of(adversary.network), maker)
-
-
-def test_the_adversary_climbs_what_the_encoder_descends() -> None:
-    """Against an encoder that stands still it makes the loss larger than noise of its start."""
-
-    def losses(encoder_lr: float, adversary_lr: float) -> list[float]:
-        trainee = trainee_of(adversary_lr=adversary_lr, epsilon=0.2)
-        engine = engine_of(trainee)
-        return [float(engine.update(batch_of(step=n), encoder_lr)["loss"]) for n in range(20)]
-
-    still, climbed, descended = losses(0.0, 1e-9), losses(0.0, 2e-2), losses(0.3, 1e-9)
-    assert climbed[0] == still[0] == descended[0]
-    assert min(climbed[-5:]) > max(still)
-    assert max(descended[-5:]) < min(still)
 
 
 def test_its_optimizer_is_adam_upwards_with_a_rate_of_its_own() -> None:
@@ -283,22 +231,6 @@ def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
     assert not same(bits_of(adversary.network), before)
 
 
-@in_soak
-def test_a_compiled_step_is_the_same_in_every_step() -> None:
-    """Traced without a compiler; noise of another step does not trace anew."""
-    from torch._dynamo.utils import counters  # seconds to import
-
-    trainees = trainee_of(), trainee_of()
-    trainees[0].compile(backend="eager")
-    engines = [engine_of(trainee) for trainee in trainees]
-    graphs = set()
-    for step in range(4):
-        first, second = (engine.update(batch_of(step=step), 0.1) for engine in engines)
-        assert torch.equal(first["loss"], second["loss"])
-        graphs.add(counters["stats"]["unique_graphs"])
-    assert len(graphs) == 1
-
-
 def test_the_seed_makes_the_network() -> None:
     def made(seed: int) -> list[Tensor]:
         setting: Any = ObjectiveInputs(model=Encoder(), context=SINGLE, seed=seed)
@@ -320,3 +252,83 @@ def test_an_image_that_is_too_small_and_a_single_view_are_refused() -> None:
     small.image_size = (4, 9)
     with pytest.raises(ValueError, match="at least 5 pixels a side, and the model takes 4 x 9"):
         Options().build(ObjectiveInputs(model=small, context=SINGLE, seed=0))
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+def network_of(channels: int, blocks: int, width: int = 2, seed: int = 0) -> Viewmaker:
+    """In float64, with scales and shifts of the norms that are not 1 and 0."""
+    torch.manual_seed(seed)
+    network = Viewmaker(channels, width, blocks, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return network
+
+
+@pytest.mark.parametrize(("channels", "height", "width", "blocks"), [(4, 6, 7, 2), (1, 5, 5, 0)])
+def test_values_and_gradients_are_those_of_loops(
+    channels: int, height: int, width: int, blocks: int
+) -> None:
+    network = network_of(channels, blocks)
+    pixels = torch.rand(2, channels, height, width, dtype=torch.float64)
+    noise = torch.rand(2, network.num_noise(height, width), dtype=torch.float64)
+    found = network(pixels, noise)
+    assert found.shape == pixels.shape
+    weights = dict(network.named_parameters())
+    wanted = torch.stack(
+        [loops.viewmaker(weights, *each) for each in zip(pixels, noise, strict=True)]
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    direction = torch.randn_like(found)
+    gradients = [
+        torch.autograd.grad((result * direction).sum(), list(weights.values()))
+        for result in (found, wanted)
+    ]
+    for name, got, expected in zip(weights, *gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9, msg=name)
+        if name.endswith("last.weight"):
+            assert got.abs().max() > 0
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 50.0]),
+    epsilon=st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_the_mean_change_of_an_image_is_within_its_budget(
+    seed: int, size: float, epsilon: float
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    raw = size * torch.randn(3, 4, 5, 6, generator=rng, dtype=torch.float64)
+    change = bound(raw, epsilon)
+    assert ((change > 0) == ((raw > 0) & (epsilon > 0))).all()
+    for image, own in zip(raw.tanh(), change, strict=True):
+        mean = float(image.abs().sum()) / image.numel()
+        spent = float(own.abs().mean())
+        assert spent <= epsilon
+        assert spent == pytest.approx(epsilon * mean / (mean + 1e-4), rel=1e-12)
+
+
+def test_noise_is_that_of_its_key_and_nothing_else() -> None:
+    ids = torch.tensor([3, 900, 2**40, 3])
+    noise = keyed_noise(11, 5, 1, ids, 9)
+    for own, sample_id in zip(noise, ids.tolist(), strict=True):
+        assert own.tolist() == loops.noise_of(11, 5, 1, sample_id, 9)
+    assert torch.equal(noise[0], noise[3])
+    assert torch.equal(keyed_noise(11, 5, 1, ids[1:2], 9), noise[1:2])
+    assert torch.equal(keyed_noise(11, 5, 1, ids, 4), noise[:, :4])
+    for other in ((12, 5, 1), (11, 6, 1), (11, 5, 0)):
+        assert not (keyed_noise(*other, ids, 9) == noise).any()
+
+
+def test_noise_is_uniform() -> None:
+    noise = keyed_noise(0, 0, 0, torch.arange(200), 500)
+    counts = torch.histc(noise, 20, 0.0, 1.0)
+    assert 0.0 <= float(noise.min()) and float(noise.max()) < 1.0
+    assert (counts - 5000).abs().max() < 5 * 5000**0.5
+    # Neither neighbouring places nor neighbouring samples go together.
+    for pair in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1])):
+        assert abs(float(torch.corrcoef(torch.stack([x.flatten() for x in pair]))[0, 1])) < 0.02

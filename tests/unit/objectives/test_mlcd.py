@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Reads
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
-from mclclip.objectives.mlcd import ClassCenterLoss, Options, negative_draw
+from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from tests.objective_loops import dense_loss, parts_of
 
 K, D, B, L = 40, 6, 10, 3
@@ -75,10 +74,10 @@ def loss_and_gradients(
 # --- against the definition --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [64.0, 100.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp32_at_large_scales(kind: str, scale: float) -> None:
-    """Where exp of the products would overflow: 100 needs float64, 64 with MLC its logarithms."""
+def test_fp32_at_large_scales(kind: str) -> None:
+    """Where exp of the products would overflow: 100 needs float64, and MLC its logarithms."""
+    scale = 100.0
     features, labels = features_of(), labels_of()
     features[0] = -rows_of()[labels[0, 0]]  # as far from its positive as can be
     margin = Margin("arc")
@@ -91,7 +90,7 @@ def test_fp32_at_large_scales(kind: str, scale: float) -> None:
     torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("scale", [64.0, 100.0, 256.0])
+@pytest.mark.parametrize("scale", [64.0, 256.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_late_in_a_training(kind: str, scale: float) -> None:
     """Positives near 0.95 and negatives up to 0.85: exp(-scale) of a good positive still counts
@@ -140,21 +139,14 @@ def test_a_row_whose_positives_are_all_that_is_drawn(kind: str) -> None:
     torch.testing.assert_close(of_rows, other.grad, atol=1e-13, rtol=0)
 
 
-def test_a_batch_without_a_label_has_loss_0() -> None:
-    output, grad, _ = loss_and_gradients(head(), features_of(), torch.full((B, L), -1))
-    assert float(output["loss"]) == 0.0 and not grad.any()
-
-
 def test_the_loss_scale_is_taken_out_of_the_class_centers() -> None:
     features, labels = features_of(), labels_of()
     _, plain, of_rows = loss_and_gradients(head(), features, labels)
     scaled = head()
     scaled.centers.begin(0, loss_scale=1024.0)
     raw = features.clone().requires_grad_()
-    (
-        1024.0
-        * parts_of(scaled, image_features=functional.normalize(raw, dim=1), classes=labels)["loss"]
-    ).backward()
+    unit = functional.normalize(raw, dim=1)
+    (1024.0 * parts_of(scaled, image_features=unit, classes=labels)["loss"]).backward()
     assert raw.grad is not None and scaled.centers.grad is not None
     torch.testing.assert_close(raw.grad, 1024.0 * plain)
     touched = scaled.centers.touched
@@ -181,32 +173,24 @@ def test_figures() -> None:
     assert int(output["conflicts"]) == len([j for j in positives if j % 2 == 0])
 
 
-def test_saturation() -> None:
-    """MLCD's pull is below 1 % beyond a cosine of 0.104 at scale 64 and l = 8 without a margin."""
-    for cosine, share in ((0.05, 0.0), (0.15, 1.0)):
-        rows = torch.zeros(8, D, dtype=torch.float64)
-        rows[:, 0], rows[:, 1] = cosine, (1 - cosine**2) ** 0.5
-        feature = torch.eye(D, dtype=torch.float64)[:1]
-        output = parts_of(
-            head("mlcd", rows, [], scale=64.0),
-            image_features=feature,
-            classes=torch.arange(8)[None],
-        )
-        assert float(output["saturated_share"]) == share
-
-
-@pytest.mark.parametrize("kind", ["mlc", "single_label"])
-def test_saturation_of_a_coupled_loss(kind: str) -> None:
-    """What pulls there is PN / (1 + PN): a positive of cosine 0.9 beside a negative of 0.9 does."""
-    rows = torch.zeros(2, D, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("kind", "cosines"), [("mlcd", (0.05, 0.15)), ("mlc", (0.9, 0.5)), ("single_label", (0.9, 0.5))]
+)
+def test_saturation(kind: str, cosines: tuple[float, float]) -> None:
+    """MLCD's pull is below 1 % beyond a cosine of 0.104 at scale 64 and l = 8. What pulls a coupled
+    loss is PN / (1 + PN): a positive of cosine 0.9 beside a negative of 0.9 does."""
     feature = torch.eye(D, dtype=torch.float64)[:1]
-    for cosine, share in ((0.9, 0.0), (0.5, 1.0)):
-        rows[:, 0] = torch.tensor([0.9, cosine])
+    for cosine, share in zip(cosines, (0.0, 1.0), strict=True):
+        rows, several = torch.zeros(8, D, dtype=torch.float64), kind == "mlcd"
+        rows[:, 0] = cosine
+        rows[0, 0] = cosine if several else 0.9
         rows[:, 1] = (1.0 - rows[:, 0].square()).sqrt()
-        objective, classes = head(kind, rows, scale=64.0), torch.zeros(1, 1, dtype=torch.int64)
+        rows = rows if several else rows[:2]
+        objective = head(kind, rows, [] if several else None, scale=64.0)
+        classes = torch.arange(8 if several else 1)[None]
         output = parts_of(objective, image_features=feature, classes=classes)
         assert float(output["saturated_share"]) == share
-        assert "positive_loss" not in output  # it has no such terms
+        assert ("positive_loss" in output) == several  # coupled ones have no such terms
 
 
 # --- which classes are negatives ---------------------------------------------------------------
@@ -222,29 +206,11 @@ def test_the_draw(num_classes: int, rate: float, count: int) -> None:
     assert set(negative_draw(num_classes, rate, seed=4)(0)) != set(first)
 
 
-def test_draws_have_no_structure() -> None:
-    """Counts in stretches of the classes vary as those of draws without replacement.
-
-    Too few rounds of the permutation give 2.6 times that variance, or none.
-    """
-    num_classes, parts, draw = 70_000, 16, negative_draw(70_000, 0.01, seed=3)
-    drawn = [draw(step) * parts // num_classes for step in range(300)]
-    counts = [np.bincount(part, minlength=parts) for part in drawn]
-    count, share = len(draw(0)), 1.0 / parts
-    wanted = count * share * (1 - share) * (num_classes - count) / (num_classes - 1)
-    assert 0.85 < np.var(counts) / wanted < 1.25
-
-
 def test_pairs_are_drawn_equally_often() -> None:
-    draw, times, steps = negative_draw(40, 0.25, seed=3), np.zeros((40, 40)), 1500
+    draw, times, steps = negative_draw(40, 0.25, seed=3), np.zeros((40, 40)), 400
     for step in range(steps):
         drawn = draw(step)
         times[np.ix_(drawn, drawn)] += 1
     share = 10 * 9 / (40 * 39)
     of_pairs = times[~np.eye(40, dtype=bool)] / steps
     assert np.abs(of_pairs - share).max() < 4.5 * (share * (1 - share) / steps) ** 0.5
-
-
-def test_an_attribute_is_its_classes() -> None:
-    options = Options(kind="single_label", attribute="class", centers="normal")
-    assert options.reads == Reads(attribute="class") and options.reads.num_classes_per_sample == 1

@@ -1,10 +1,8 @@
-"""Near copies: masked, positives, or open_clip's negatives; told by bytes or by stage 0."""
+"""Near copies: masked, positives, or open_clip's negatives; and edited captions as negatives."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives import pairs as pairs_module
 from mclclip.objectives.base import Objective, ObjectiveInputs, parse
-from mclclip.objectives.near_copies import NearCopies, pairs_of
-from mclclip.objectives.pairs import Pairs
+from mclclip.objectives.info_nce import InfoNCE, InfoNCEWithEdits
 from mclclip.ranks.process_group import SINGLE
+from mclclip.util.caption_rules import HardCaptions
 from tests import objective_loops as loops
 from tests.contracts.test_objectives import Towers
 
@@ -51,22 +48,6 @@ def run(objective: Objective, batch: loops.Batch, **base: Tensor) -> dict[str, T
     return parts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("kind", "how"), FIELDS)
-def test_without_equal_captions_the_bits_are_those_of_negatives(
-    kind: str, how: str, dtype: torch.dtype
-) -> None:
-    plain = loops.draw(3, 12, groups=2, dtype=dtype)
-    batch = plain.rows(slice(None))
-    batch.digests = torch.arange(12) * 2**40, -torch.arange(12)
-    expected = run(built(kind, "negatives", "fp32"), plain)
-    found = run(built(kind, how, "fp32"), batch)
-    assert found.pop("near_copies") == 0 and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    for mine, theirs in zip(batch.gradients(), plain.gradients(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def stored(rows: int, seed: int = 0, dim: int = 4) -> dict[str, Tensor]:
     """Stage 0's embeddings, at random."""
     random = torch.Generator().manual_seed(seed)
@@ -76,12 +57,17 @@ def stored(rows: int, seed: int = 0, dim: int = 4) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("by", ["bytes", "embeddings"])
 @pytest.mark.parametrize(("kind", "how"), FIELDS)
-def test_a_threshold_above_1_gives_the_bits_of_a_training_without_it(kind: str, how: str) -> None:
+def test_without_near_copies_the_bits_are_those_of_negatives(kind: str, how: str, by: str) -> None:
     plain = loops.draw(3, 12, groups=2, dtype=torch.float32)
     batch = plain.rows(slice(None))
     expected = run(built(kind, "negatives", "fp32"), plain)
-    found = run(built(kind, how, "fp32", threshold=1.01), batch, **stored(12))
+    if by == "bytes":
+        batch.digests = torch.arange(12) * 2**40, -torch.arange(12)
+        found = run(built(kind, how, "fp32"), batch)
+    else:
+        found = run(built(kind, how, "fp32", threshold=1.01), batch, **stored(12))
     assert found.pop("near_copies") == 0 and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     for mine, theirs in zip(batch.gradients(), plain.gradients(), strict=True):
@@ -104,20 +90,6 @@ def test_embeddings_of_equal_captions_give_the_loss_of_their_bytes(kind: str, ho
     for name in by_bytes:
         loops.close(by_bytes[name].detach(), by_rows[name].detach())
     for mine, theirs in zip(one.gradients(), two.gradients(), strict=True):
-        loops.close(mine, theirs)
-
-
-@pytest.mark.parametrize("kind", ["info_nce", "ifm", "hcl", "sigmoid"])
-@pytest.mark.parametrize("near", [{"threshold": 0.99}, {"threshold": 0.2}, {"margin": 0.1}])
-def test_the_tile_changes_nothing(kind: str, near: dict[str, float]) -> None:
-    batch, found = loops.draw(8, 9, groups=2, repeated=True), []
-    for tile in (2, 100):
-        objective: Any = built(kind, "masked", **near)
-        objective.tile = tile
-        again = batch.rows(slice(None))
-        parts = run(objective, again, **stored(9))
-        found.append([parts["loss"].detach(), parts["near_copies"], *again.gradients()])
-    for mine, theirs in zip(*found, strict=True):
         loops.close(mine, theirs)
 
 
@@ -178,19 +150,6 @@ def test_positives_of_one_caption_change_nothing_in_info_nce() -> None:
     assert found["masked"][0] < found["negatives"][0] - 0.01
 
 
-def test_repeated_samples_are_positives() -> None:
-    """One sample twice, whose pictures are the same bytes, and whose captions may differ."""
-    batch = loops.draw(6, 5, repeated=True)
-    batch.digests = torch.arange(5), torch.tensor([3, 0, 1, 2, 3])
-    reference = batch.rows(slice(None))
-    rows = loops.rows_of(reference, "captions")
-    assert [len(row.near) for row in rows[0]] == [1, 0, 0, 0, 1]
-    expected = loops.mean_loss(rows, lambda row: loops.info_nce_of_near(row, reference.scale))
-    parts = run(built("info_nce", "positives"), batch)
-    loops.close(parts["loss"].detach(), expected.detach())
-    assert parts["near_copies"] == 2
-
-
 @pytest.mark.parametrize(("kind", "how"), FIELDS)
 def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
     """The mean over directions and rows of what a row expects of texts that say nothing."""
@@ -212,8 +171,8 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
         return
     # No logit of all pairs has a smaller loss.
     best = 0.0
-    for reach in (8.0, 0.1):  # from -8 to 8, and then about the best of these
-        losses, biases = [], best + torch.linspace(-reach, reach, 161, dtype=torch.float64)
+    for reach in (8.0, 0.5, 0.03):  # from -8 to 8, and then about the best of these
+        losses, biases = [], best + torch.linspace(-reach, reach, 33, dtype=torch.float64)
         for bias in biases:
             given |= {"logit_scale": torch.tensor(1e-9).double(), "logit_bias": bias}
             losses.append(loops.parts_of(objective, **given)["loss"])
@@ -222,32 +181,74 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
     assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row
 
 
-# --- what is kept ---
+# --- edited captions ------------------------------------------------------------------------------
 
 
-def masks(pairs: Pairs) -> list[Tensor]:
-    return [pairs.masked(*tile) for tile in pairs.tiles()]
+SCOPES = ("own", "global")
 
 
-def test_near_copies_are_found_once_between_captions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored embeddings that change afterwards show it: views and chunks of keys look again."""
-    batch = loops.draw(3, 12, groups=2, dtype=torch.float32)
-    marks = {"group_ids": batch.group_ids[:, None], "sample_id": batch.sample_id}
-    near = NearCopies(threshold=0.5).resolved(views=False)
-    for most, kept in ((pairs_module.MOST_KEPT, True), (12 * 12 - 1, False)):
-        monkeypatch.setattr(pairs_module, "MOST_KEPT", most)
-        extras = stored(12)
-        fields: Any = SimpleNamespace(**marks, extras=extras)
-        pairs = pairs_of(fields, 5, near)
-        first = masks(pairs)
-        others = [masks(each) for each in (pairs.chunk(slice(3, 9)), pairs.among_views(2, 1))]
-        assert sum(int(tile.sum()) for tile in first) > 12 * 12 / 2  # more than other groups
-        for rows in extras.values():
-            rows.zero_()
-        again = masks(pairs)
-        assert all(map(torch.equal, again, first)) == kept
-        assert all(map(torch.equal, masks(replace(pairs, columns="negatives")), first)) == kept
-        for each, before in zip(
-            (pairs.chunk(slice(3, 9)), pairs.among_views(2, 1)), others, strict=True
-        ):
-            assert not all(map(torch.equal, masks(each), before))
+def features(rows: int, h: int, absent: Any = ()) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    names = ["image_features", "text_features", *(f"edited_features_{n}" for n in range(h))]
+    made = {}
+    for name in names:
+        x = functional.normalize(torch.randn(rows, 8, generator=random, dtype=torch.float64), dim=1)
+        if name.startswith("edited"):
+            x[list(absent)] = 0.0
+        made[name] = x.requires_grad_()
+    return made
+
+
+def marks(labels: list[int]) -> dict[str, Tensor]:
+    return {
+        "group_ids": torch.tensor(labels)[:, None],
+        "sample_id": torch.arange(len(labels)),
+        "logit_scale": torch.tensor(7.0, dtype=torch.float64),
+    }
+
+
+def loss_of(scope: Any, h: int) -> InfoNCE:
+    return InfoNCEWithEdits(HardCaptions(per_caption=h, scope=scope))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_without_an_edit_the_bits_are_those_of_the_plain_loss(scope: str) -> None:
+    found = []
+    for loss in (InfoNCE(), loss_of(scope, 2)):
+        given = features(9, 2, absent=range(9))
+        given = {n: x.detach().float().requires_grad_() for n, x in given.items()}
+        parts = loops.parts_of(loss, **given, **marks([0, 0, 1, 1, 1, 2, 2, 2, 3]))
+        parts["loss"].backward()
+        gradients = [given[n].grad for n in ("image_features", "text_features")]
+        found.append([parts["loss"].detach(), *gradients])
+        assert parts["rows_without_negatives"] == 1
+        for name in ("edited_features_0", "edited_features_1"):
+            grad = given[name].grad
+            assert grad is None or not grad.any()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_edits_that_do_not_count_have_no_gradient(scope: str) -> None:
+    labels = [0, 0, 1, 1, 2]
+    given, loss = features(5, 2, absent=[1, 4]), loss_of(scope, 2)
+    parts = loops.parts_of(loss, **given, **marks(labels))
+    assert parts["rows_with_edits"] == (3 if scope == "own" else 4)
+    names = ("edited_features_0", "edited_features_1", "image_features")
+    grads = torch.autograd.grad(parts["loss"], [given[name] for name in names])
+    for grad in grads[:2]:
+        assert not grad[[1, 4]].any() and grad[[0, 2, 3]].any(dim=1).all()
+    assert grads[2][:4].any(dim=1).all() and not grads[2][4].any()
+
+
+def test_the_loss_of_features_that_say_nothing() -> None:
+    given = features(4, 2, absent=[3]) | marks([0] * 4)
+    for scope, of_image in (("own", 3 * math.log(6) + math.log(4)), ("global", 4 * math.log(10))):
+        loss = loss_of(scope, 2)
+        chance = loss.chance(*loops.split(given), loops.parts_of(loss, **given))
+        assert float(chance) == pytest.approx((of_image / 4 + math.log(4)) / 2)
+
+
+def test_terms_may_differ_in_the_scope() -> None:
+    terms = [{"kind": "info_nce", "hard_captions": {"scope": scope}} for scope in SCOPES]
+    assert parse(terms).reads.edits.per_caption == 1

@@ -15,8 +15,6 @@ from mclclip.models.loading import load_towers
 from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.pairs import Pairs
 from mclclip.objectives.row_losses import divergences
-from mclclip.plan import memory
-from mclclip.plan.machine import Machine
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.objective_loops import parts_of, split
@@ -42,8 +40,9 @@ def batch_of() -> Batch:
     )
 
 
-@pytest.mark.parametrize("between", ["captions", "images"])
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(
+    ("what", "between"), [("similarities", "captions"), ("features", "images")]
+)
 def test_at_the_base_loss_and_gradient_are_zero_to_the_last_bit(what: str, between: str) -> None:
     model, batch = load_towers(tiny.MODEL, seed=1).train(), batch_of()
     objective = built(model, what=what, between=between, exact=True)
@@ -90,8 +89,9 @@ def test_a_rotation_of_both_towers_is_free_for_similarities_alone() -> None:
     assert parts_of(built(), **one, **given)["loss"].item() > 0.01  # of one tower it is not
 
 
-@pytest.mark.parametrize("between", ["captions", "images"])
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(
+    ("what", "between"), [("similarities", "captions"), ("features", "images")]
+)
 def test_chance_is_the_loss_of_features_that_are_alike(what: str, between: str) -> None:
     given, objective = sides(), built(what=what, between=between)
     nearest = {
@@ -117,10 +117,6 @@ def test_a_common_scale_of_100_loses_no_digits() -> None:
         logits.log_softmax(1), wanted.log_softmax(1), reduction="none", log_target=True
     ).sum(dim=1)
     torch.testing.assert_close(rows.double(), exact, atol=2e-5, rtol=1e-4)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        query = (100 * own[0]).requires_grad_()
-        loss = divergences(query, own[1], 100 * base[0], base[1], pairs, with_own=True).sum()
-        torch.autograd.grad(loss, query, create_graph=True)
 
 
 def test_a_base_without_a_logit_scale_needs_a_temperature() -> None:
@@ -138,20 +134,3 @@ def test_captions_are_embedded_where_a_term_holds_texts() -> None:
     assert load("demo", [HELD % "false"]).needs_text_embeddings
     assert not load("demo", [HELD % "true"]).needs_text_embeddings
     load("demo", [HELD % "true", "embed.feature=pooled"])
-
-
-@pytest.mark.slow
-def test_the_plan_counts_the_copy() -> None:
-    """In bytes that last, in operations, and none of it where features come from disk."""
-    found = {}
-    for exact in ("false", "true"):
-        config = load("demo", [HELD % exact])
-        found[exact] = memory.measure(config, "train", config.train, Machine())
-    stored, copied = found["false"], found["true"]
-    assert stored["parts"]["objective"] == 0
-    assert copied["parts"]["objective"] == copied["parts"]["parameters"]
-    more = copied["operations"]["sample"] - stored["operations"]["sample"]
-    forward = copied["operations"]["image"] + copied["operations"]["text"]
-    assert more == pytest.approx(forward, rel=0.01)
-    assert stored["parts"]["batch"] > copied["parts"]["batch"]
-    assert copied["checkpoint"] == stored["checkpoint"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,61 +21,49 @@ from mclclip.ranks.process_group import SINGLE
 from tests.objective_loops import parts_of
 
 VIT = json.loads((Path(__file__).parents[2] / "configs" / "tiny_vit.json").read_text())
-NAMES = ("image", "text", "scale", "bias")
 
 
-class Inputs:
-    """Raw features, scale and bias with gradient; ``run`` gives the loss and the gradients."""
-
-    def __init__(self, seed: int, rows: int, groups: int = 1, dtype: Any = torch.float64) -> None:
-        random = torch.Generator().manual_seed(seed)
-        self.image, self.text = (
-            torch.randn(rows, 6, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
-            for _ in range(2)
-        )
-        self.scale = torch.tensor(7.0, dtype=dtype, requires_grad=True)
-        self.bias = torch.tensor(-2.0, dtype=dtype, requires_grad=True)
-        self.group_ids = torch.randint(0, groups, (rows,), generator=random)
-        self.sample_id = torch.randperm(1000, generator=random)[:rows]
-
-    def run(self, loss_of: Callable[[Inputs, Tensor, Tensor], Tensor]) -> list[Tensor]:
-        """The loss and the gradients of the four inputs."""
-        unit = [functional.normalize(x, dim=-1) for x in (self.image, self.text)]
-        loss = loss_of(self, *unit)
-        return [loss.detach(), *torch.autograd.grad(loss, [getattr(self, n) for n in NAMES])]
-
-
-def fast(inputs: Inputs, image: Tensor, text: Tensor) -> Tensor:
-    return found(inputs, image, text)["loss"]
-
-
-def found(inputs: Inputs, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-    return parts_of(
+def run(
+    group_ids: list[int], sample_id: list[int], *, scale: float = 7.0, text_grad: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the loss returns for drawn features, and the leaves that it was pulled back to."""
+    random, rows = torch.Generator().manual_seed(7), len(group_ids)
+    image, text = (torch.randn(rows, 6, generator=random).requires_grad_() for _ in range(2))
+    leaves = {"logit_scale": torch.tensor(scale), "logit_bias": torch.tensor(-2.0)}
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    unit = [functional.normalize(x, dim=-1) for x in (image, text)]
+    parts = parts_of(
         Sigmoid(),
-        image_features=image,
-        text_features=text,
-        logit_scale=inputs.scale,
-        logit_bias=inputs.bias,
-        group_ids=inputs.group_ids[:, None],
-        sample_id=inputs.sample_id,
+        image_features=unit[0],
+        text_features=unit[1] if text_grad else unit[1].detach(),
+        group_ids=torch.tensor(group_ids)[:, None],
+        sample_id=torch.tensor(sample_id),
+        **leaves,
     )
+    parts["loss"].backward()
+    return parts, {"image": image, "text": text} | leaves
 
 
 def test_large_logits_stay_finite() -> None:
-    inputs = Inputs(7, 5, dtype=torch.float32)
-    inputs.scale = torch.tensor(1e4, requires_grad=True)
-    assert all(torch.isfinite(value).all() for value in inputs.run(fast))
+    parts, leaves = run([0] * 5, [*range(5)], scale=1e4)
+    assert torch.isfinite(parts["loss"])
+    assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves.values())
 
 
 def test_texts_without_gradient_change_nothing_else() -> None:
-    inputs = Inputs(11, 6, groups=2)
-    expected = inputs.run(fast)
-    text = functional.normalize(inputs.text, dim=-1).detach()
-    loss = fast(inputs, functional.normalize(inputs.image, dim=-1), text)
-    wanted = (inputs.image, inputs.scale, inputs.bias)
-    found = torch.autograd.grad(loss, wanted)
-    for mine, theirs in zip(found, (expected[n] for n in (1, 3, 4)), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+    (_, wanted), (_, found) = (run([0, 1] * 3, [*range(6)], text_grad=g) for g in (True, False))
+    assert found.pop("text").grad is None
+    for name, leaf in found.items():
+        torch.testing.assert_close(leaf.grad, wanted[name].grad)
+
+
+def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:
+    """A sample that is repeated is no negative."""
+    parts, leaves = run([0, 1, 2, 2], [3, 4, 5, 5])
+    assert int(parts["rows_without_negatives"]) == 4
+    image, text = (functional.normalize(leaves[n], dim=1) for n in ("image", "text"))
+    logits = leaves["logit_scale"] * (image * text).sum(dim=1) + leaves["logit_bias"]
+    torch.testing.assert_close(parts["loss"], -functional.logsigmoid(logits).mean())
 
 
 # --- where scale and bias come from ------------------------------------------------------------
@@ -141,14 +128,3 @@ def test_the_bias_rests_where_it_is_not_read_or_the_scale_is_locked() -> None:
     assert lock(objective={"kind": "sigmoid"}) is True
     assert lock(objective={"kind": "info_nce"}) is False
     assert lock(objective={"kind": "sigmoid"}, lock={"logit_scale": False}) is False
-
-
-def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:
-    inputs = Inputs(5, 4)
-    inputs.group_ids = torch.tensor([0, 1, 2, 2])
-    inputs.sample_id = torch.tensor([3, 4, 5, 5])  # a sample repeated is no negative
-    unit = [functional.normalize(x.detach(), dim=-1) for x in (inputs.image, inputs.text)]
-    result = found(inputs, *unit)
-    assert int(result["rows_without_negatives"]) == 4
-    logits = inputs.scale * (unit[0] * unit[1]).sum(dim=1) + inputs.bias
-    torch.testing.assert_close(result["loss"], -functional.logsigmoid(logits).mean())

@@ -52,35 +52,6 @@ def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
         assert leaf.grad is not None and torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
-def test_keys_of_a_momentum_copy() -> None:
-    """With the copy's features of both views, the loss is that of two views, without gradient
-    through the candidates; with those of one view, only the first view's rows count."""
-    given, module = batch(), objective(norm="layer")
-    expected = parts_of(module, **given)["loss"]
-    second, first = given["image_features_1"], given["image_features"]
-    both = parts_of(module, **given, keys=first, keys_1=second)["loss"]
-    torch.testing.assert_close(both, expected)
-    one = parts_of(module, **given, keys=second)["loss"]
-    other = parts_of(
-        module, **given | {"image_features": second, "image_features_1": first}, keys=first
-    )
-    torch.testing.assert_close((one + other["loss"]) / 2, expected)
-    assert torch.autograd.grad(one, second, allow_unused=True) == (None,)
-
-
-def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
-    given, module = batch(), objective()
-    first = parts_of(module, **given)["loss"]
-    assert torch.equal(parts_of(module, **given)["loss"], first)
-    found = []
-    for step in range(3):
-        module.begin(step, 100, 0.0)
-        found.append(float(parts_of(module, **given)["loss"].detach()))
-    assert len({*found, float(first.detach())}) > 1
-    module.begin(17, 100, 0.5)
-    assert torch.equal(parts_of(module, **given)["loss"], first)
-
-
 def test_temperature_may_be_learned_scheduled_or_the_models() -> None:
     given, expected = batch(), parts_of(objective(), **batch())["loss"]
     learned = objective(temperature=Learnable(start=0.2))
