@@ -1,6 +1,6 @@
 """Between two rows of metrics, no step of a training waits for a GPU but where a table says so.
 
-The steps are the loop's own, of every objective, on two ranks. ``tests.device_waits`` finds
+The steps are the loop's own, of every objective, on one and two ranks. ``tests.device_waits`` finds
 on a CPU where a GPU would be waited for. Each entry of ``ALLOWED`` is a wait that there is, with
 its reason and the cases that show it; a new one fails here, and so does one that is gone. FSDP and
 ZeRO are not among the engines: they refuse parameters on a CPU that has an index.
@@ -17,10 +17,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mclclip.checkpoint import CheckpointConfig
 from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.data.batches import Batch
+from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.preparing import prepare_model
@@ -51,13 +53,17 @@ OBJECTIVES |= {
     "supcon, one view": {"kind": "supcon", "attribute": "class", "num_views": 1},
     "moco v2, modified": {"kind": "moco", "queue_size": 16, "epsilon": 0.1},
     "moco v3": {"kind": "moco", "version": "v3"},
-    "simlap, closest": {"kind": "simlap", "attribute": "class", "pairs": "n_closest",
-                        "closest_by": "label_embeddings"},
+    "simlap, closest": {
+        "kind": "simlap",
+        "attribute": "class",
+        "pairs": "n_closest",
+        "closest_by": "label_embeddings",
+    },
     "preserve, exact": {"kind": "preserve", "exact": True, "what": "features", "end_factor": 0.5},
     "near copies, threshold": {"kind": "info_nce", "near_copies": {"threshold": 0.9}},
     "near copies, margin": {"kind": "info_nce", "near_copies": {"margin": 0.05}},
     "distill, exact": {"kind": "distill", "exact": True, "end_factor": 0.5},
-}  # fmt: skip
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clip, average": {"clip_grad_norm": 1.0, "ema_decay": 0.9},
@@ -101,9 +107,15 @@ def trainer_of(
     context = Context(collectives.rank(), collectives.world_size(), device=DEVICE)
     parsed, how = base.parse(options), dict(how)
     precision, optimizer = how.get("precision", "fp32"), how.pop("optimizer", "adamw")
+    compiled = how.pop("compile", "none")
     model = load_towers(tiny.of_few_ids(tiny.ONE_BLOCK), seed=1)
-    lock = {"image_blocks": "all", "image_norm": True, "image_projection": True}
-    lock |= {"text": parsed.reads.captions, "logit_scale": parsed.reads.logit_scale}
+    lock = {
+        "image_blocks": "all",
+        "image_norm": True,
+        "image_projection": True,
+        "text": parsed.reads.captions,
+        "logit_scale": parsed.reads.logit_scale,
+    }
     prepare_model(
         model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False
     )
@@ -118,6 +130,10 @@ def trainer_of(
         teacher=objective_cases.teacher_of,
     )
     trainee = ModelWithObjective(model, parsed.build(setting), precision).to(DEVICE)
+    if compiled == "model":
+        model.compile_blocks(backend="aot_eager")
+    if compiled == "step":
+        trainee.compile(backend="aot_eager")
     engine = build_engine(
         how.pop("name", "ddp"),
         trainee,
@@ -202,18 +218,93 @@ def claim(waits: DeviceWaits, trainer: Trainer) -> None:
 PAIRS = [(name, "plain") for name in OBJECTIVES] + [
     (name, engine) for name in ("info_nce", "mlcd") for engine in ENGINES if engine != "plain"
 ]
-QUICK = ("simlap, closest", "plain")
+CASES = [(world_size, *pair) for world_size in (1, 2) for pair in PAIRS]
+QUICK = [(2, "simlap, closest", "plain")]
 
 
-@pytest.mark.parametrize(("name", "engine"), kept(PAIRS, PAIRS.index(QUICK)), ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "name", "engine"), kept(CASES, *map(CASES.index, QUICK)), ids=str
+)
 def test_steps_wait_for_the_device_only_where_the_table_says_so(
-    ranks: Ranks, name: str, engine: str, tmp_path: Path
+    ranks: Ranks, world_size: int, name: str, engine: str, tmp_path: Path
 ) -> None:
     expected = {wait for wait, _, cases in ALLOWED if (name, engine) in cases}
-    for found in ranks(2, waits_of, OBJECTIVES[name], ENGINES[engine], tmp_path):
+    for found in ranks(world_size, waits_of, OBJECTIVES[name], ENGINES[engine], tmp_path):
         new = "\n".join(f"{wait}\n{found[wait]}" for wait in found.keys() - expected)
         assert not new, new
         assert not expected - found.keys(), "take these off ALLOWED"
+
+
+# --- compiled ---
+
+READS = (
+    "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::masked_select",
+    "aten::equal", "aten::_unique2", "aten::bincount",
+)  # fmt: skip
+"""Events of torch's profiler that make the host wait where their tensor lies on a GPU."""
+
+
+def readings_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> tuple[int, int]:
+    """READS of two steps after the first one, and how many graphs torch has compiled. The profiler
+    counts tensors of main memory too: nothing tells them apart on a CPU."""
+    from torch import _dynamo  # seconds to import
+
+    torch.set_num_threads(1)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    parsed, profiler = base.parse(options), profile(activities=[ProfilerActivity.CPU])
+
+    def batches() -> Iterator[Batch]:
+        for step in range(WARM_UP + STEPS):
+            if step == WARM_UP:
+                profiler.start()
+            yield batch_of(step, parsed)
+        profiler.stop()
+
+    trainer_of(options, how, folder, batches()).run()
+    reads = sum(event.count for event in profiler.key_averages() if event.key in READS)
+    return reads, _dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+COMPILED = [(name, what) for name in OBJECTIVES for what in ("model", "step")]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), kept(COMPILED, *map(COMPILED.index, [("info_nce", "model")])), ids=str
+)
+def test_compiled_steps_read_no_more_than_others(
+    ranks: Ranks, name: str, what: str, tmp_path: Path
+) -> None:
+    """Torch does not compile where waits are followed, so that here they are counted."""
+    plain, compiled = (
+        ranks(1, readings_of, OBJECTIVES[name], {"compile": how}, tmp_path / how)[0]
+        for how in ("none", what)
+    )
+    assert compiled[1] > plain[1] == 0
+    assert compiled[0] <= plain[0]
+
+
+def test_planted_readings_are_counted(ranks: Ranks, tmp_path: Path) -> None:
+    """One reading a step, of the loss."""
+    plain, planted = (
+        ranks(1, function, OBJECTIVES["info_nce"], {}, tmp_path / function.__name__)[0][0]
+        for function in (readings_of, readings_with_one_more)
+    )
+    assert planted == plain + STEPS
+
+
+def readings_with_one_more(*arguments: Any) -> tuple[int, int]:
+    """``readings_of`` a loop that looks at every loss."""
+    engine_update = Engine.update
+
+    def update(self: Engine, *given: Any, **options: Any) -> dict[str, torch.Tensor]:
+        parts = engine_update(self, *given, **options)
+        parts["loss"].item()
+        return parts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "update", update)
+        return readings_of(*arguments)
 
 
 # --- what the others rest on ---
@@ -260,3 +351,12 @@ def test_planted_waits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             waits.recording = True
             work()
         assert len(waits.found) == 1, name
+
+
+def test_tensors_are_as_before_once_the_block_is_left() -> None:
+    names = ("to", "cpu", "numpy", "tolist", "new_tensor", "device")
+    before = {name: name in vars(torch.Tensor) for name in names}
+    with following():
+        assert (torch.zeros(1).to(DEVICE) + 1).device == DEVICE
+    assert {name: name in vars(torch.Tensor) for name in names} == before
+    assert torch.zeros(1).device == torch.device("cpu")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import random
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -430,3 +432,18 @@ def test_a_header_that_the_libraries_read_differently_is_left_to_pil(
     assert_as_by_pil(data)
     liar.decode_jpeg_header = lambda _: {}[6]  # as it fails for an unknown subsampling
     assert_as_by_pil(data)
+
+
+def test_warnings_neither_leak_nor_are_switched_off_for_the_program() -> None:
+    """Threads decode at the same time, as pack's do."""
+    palette = encode(pattern().quantize(16), "PNG", transparency=bytes(16))
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inside = list(warnings.filters)
+        with ThreadPoolExecutor(4) as pool:
+            [*pool.map(lambda _: decode_image(palette, LIMIT), range(200))]
+        assert caught == [] and warnings.filters == inside
+        warnings.warn("mine", stacklevel=1)
+        assert len(caught) == 1
+    assert warnings.filters == before

@@ -291,7 +291,7 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
 
 
 # --- channels-last -----------------------------------------------------------------------------
-# That results agree is shown on two ranks (tests/distributed/test_memory_format.py).
+# That results agree is shown on two ranks (tests/distributed/test_engines.py).
 
 
 def formats(model: Model, images: Tensor) -> list[bool]:
