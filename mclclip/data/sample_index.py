@@ -158,7 +158,8 @@ class SampleIndex:
             column[rows].tolist() for column in (self.shard_of, self.text_offset, self.text_size)
         )
         ranges = [*zip(*columns, strict=True)]
-        reader.prefetch(ranges)
+        with suppress(OSError):  # of a store that fails
+            reader.prefetch(ranges)
         files = [""] * len(ranges)
         for place, (shard, offset, size) in enumerate(ranges):
             with suppress(OSError, ValueError):  # of a shard that is not there now
