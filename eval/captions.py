@@ -147,8 +147,8 @@ def read_captioned(
 ) -> tuple[Sequence[Readable], list[str]]:
     """Reads at most ``max_samples`` images below ``root`` that have a caption, with the first one.
 
-    ``captions``: ``txt`` or ``json:FIELD`` of the samples in ``root/*.tar``; or a file or folder
-    below ``root``, whose names start from the folder ``images`` (see `read_captions`).
+    ``captions``: ``txt``, ``lines`` or ``json:FIELD`` of the samples in ``root/*.tar``; or a file
+    or folder below ``root``, whose names start from the folder ``images`` (see `read_captions`).
     """
     data = (
         read_captions_of_shards(root, captions)

@@ -106,7 +106,7 @@ def read_pairs(root: Path) -> list[Item]:
     ``Questions.csv`` has the columns Question ID, Type and Statement. Two consecutive rows form a
     pair of one Type: first an odd id, then an even one. Images lie at ``MLLM_VLM Images/<Type>/
     <Question ID>.jpg`` (or in ``MLLM_VLM_Images``, or with another suffix). Raises ValueError and
-    FileNotFoundError for another layout, and for a Type or a link that leads out of ``root``.
+    FileNotFoundError for another layout, and for a Type that leads out of ``root``.
     """
     root = Path(root)
     questions = _read_questions(root / "Questions.csv")

@@ -93,7 +93,7 @@ def evaluate(
     languages       some or 'all' languages of the file (``read_languages``). Each is a retrieval of
                     its own, ``fr/image_to_text/R@1``; figures without a language are means
     prompt          is put before every caption
-    shard_captions  where the captions of shards are: 'txt' or 'json:FIELD'
+    shard_captions  where the captions of shards are: 'txt', 'lines' or 'json:FIELD'
     ks              the k of R@k
     chunk_bytes     memory for cosines
 
