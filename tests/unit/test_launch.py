@@ -433,3 +433,9 @@ def test_a_table_of_a_paper_is_planned_with_its_gpu_hours(script: Path, tmp_path
     (name,) = set(re.findall(r"what_helps.py' '(\w+)'", done.stderr))
     assert f"<!-- table {name} -->" in page and not (tmp_path / "data").exists()
     assert sorted((tiny.ROOT / "runs").glob("*")) == before
+
+
+def test_slurm_signals_the_script_before_the_limit_and_starts_it_again() -> None:
+    text = (SLURM / "mclclip.sbatch").read_text()
+    for option in ("--requeue", "--open-mode=append", "--signal=B:USR1@300"):
+        assert re.search(rf"^#SBATCH .*{option}\b", text, re.MULTILINE), option

@@ -37,6 +37,7 @@ from mclclip.verbs import index
 from tests import forks
 from tests.hub_server import hub
 from tests.shard_server import Handler, ShardServer, s3_bucket, serving
+from tests.tars import write_tar
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize
 from tests.unit.test_index import all_keys, make_shard
 from tests.unit.test_index import run as run_index
@@ -380,6 +381,15 @@ def test_samples_are_those_on_disk_under_faults_and_a_fork_is_refused(tmp_path: 
                 assert torch.equal(wanted.text, sample.text)
         assert not server.takes("fail") and not server.takes("cut")
         assert served.bytes.captions_of(ids) == local.bytes.captions_of(ids)
+
+
+def test_keys_that_start_again_name_no_secret_of_a_signed_url(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    for name in "ab":
+        write_tar(server.folder / f"{name}.tar", [("0.jpg", name.encode()), ("0.txt", b"x")])
+    urls = [server.url(f"{name}.tar?signature=s3cret") for name in "ab"]
+    assert all_keys(run_index(tmp_path / "run", s=urls)) == ["s/a/0", "s/b/0"]
 
 
 def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:

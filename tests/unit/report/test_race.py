@@ -75,6 +75,12 @@ def test_the_control_alone_is_compared_with_the_base_alone(tmp_path: Path) -> No
     assert "Nothing beats" not in html
 
 
+def test_one_seed_is_said_to_be_one(tmp_path: Path) -> None:
+    found, html = race_of(tmp_path, {"good": 0.8}, 1)
+    assert "another seed may differ" in html
+    assert found.whole["control"][0].difference.test.startswith(("McNemar", "permutation"))
+
+
 def test_p_values_are_corrected_over_all_comparisons(tmp_path: Path) -> None:
     found, _ = race_of(tmp_path, {"good": 0.62, "bad": 0.5}, 5)
     every = [*found.whole["base"], *found.whole["control"]]

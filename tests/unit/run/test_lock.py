@@ -135,6 +135,13 @@ def test_what_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     assert "does not lock files (Function not implemented)" in refused(tmp_path)
 
 
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "run.lock").symlink_to(tmp_path / "victim")
+    assert str(tmp_path / "run.lock") in refused(tmp_path)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 # --- several processes -------------------------------------------------------------------------
 
 
