@@ -134,10 +134,10 @@ def read_shards(
 ) -> tuple[list[StoredImage], Any]:
     """Reads the images of ``directory/*.tar``, in order, and the index table of their samples.
 
-    ``captions`` is 'txt', 'lines' or 'json:FIELD', or None if images need no caption. With ``first_only``
-    only the first shard is read, which is enough to find mistakes such as a wrong field. Raises
-    FileNotFoundError if there is no shard, and ValueError for a damaged shard or a sample without
-    a caption or one of the ``attributes``.
+    ``captions`` is 'txt', 'lines' or 'json:FIELD', or None if images need no caption. With
+    ``first_only`` only the first shard is read, which is enough to find mistakes such as a wrong
+    field. Raises FileNotFoundError if there is no shard, and ValueError for a damaged shard or a
+    sample without a caption or one of the ``attributes``.
     """
     shards = sorted(Path(directory).glob("*.tar"))
     if not shards:
