@@ -167,9 +167,9 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
         word = _ELSEWHERE.get(path[-1], path[-1])
-        top = _fields_at([], tree) if len(path) <= 2 and word not in valid else []
-        inner = [f"{group}.{word}" for group in top if word in _fields_at([group], tree)]
-        near = [word] if word in top else inner
+        groups = [g for g, hint in typing.get_type_hints(Config).items() if _options_in(hint)]
+        places = [[], *([group] for group in groups)] if word not in valid else []
+        near = [dotted([*place, word]) for place in places if word in _fields_at(place, tree)]
         near = near or [dotted([*path[:-1], option]) for option in nearest(word, valid, 1)]
         hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
         return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"

@@ -102,7 +102,9 @@ def test_a_dump_is_the_same_configuration(tmp_path: Path) -> None:
         ("eval.suite.m.knd=mmvp", "eval.suite.m.knd", "eval.suite.m.kind"),
         ("base.learning_rate=1", "base.learning_rate", "base.lr"),
         ("eval.num_workers=1", "eval.num_workers", "data.num_workers"),
+        ("eval.suite.m.num_workers=1", "eval.suite.m.num_workers", "data.num_workers"),
         ("train.seed=1", "train.seed", "seed"),
+        ("data.train.lr=1", "data.train", "train"),
     ],
 )
 def test_an_unknown_option_is_named_with_the_nearest(
