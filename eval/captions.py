@@ -179,7 +179,8 @@ def _read_rows(path: Path, images: Path, column: str | None, value: str | None =
     Raises ValueError if anything might be read otherwise than meant: figures of a part of a
     benchmark are none of it.
     """
-    table = open_table(images, path, allow_roots=[Path("/")])  # links are followed
+    everywhere = [Path("/")]  # links are followed
+    table = open_table(images, path, allow_roots=everywhere)
     findings = Findings()
     needed = {"title": table.caption_columns, column: column is None or column in table.columns}
     if missing := [what for what, there in needed.items() if not there]:
@@ -197,7 +198,7 @@ def _read_rows(path: Path, images: Path, column: str | None, value: str | None =
             raise ValueError(f"{path}: {lacking[0]} has no {column}")
         rows = [row for row in rows if value in (None, row.metadata.get(column))]
     return find_pictures_of(
-        rows, table, Roots(images), lambda what, _: ValueError(f"{what}: give it as images")
+        rows, table, Roots(*everywhere), lambda what, _: ValueError(f"{what}: give it as images")
     )
 
 

@@ -34,6 +34,7 @@ UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 
 def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
     """Yields the files below a folder in order, including linked folders that lie below ``roots``.
+    Each folder is read once.
 
     Other linked folders, hidden files and unreadable folders are counted in the findings.
     """
@@ -41,15 +42,15 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
     inside, seen = Roots(Path(base)), {base}
 
     def enters(path: Path) -> bool:
-        if not path.is_symlink() or inside.real_path(path) is not None:
-            return not path.is_symlink()  # a link within the folder leads to files that are read
-        real = roots.real_path(path)
-        if real is None:
+        real = os.path.realpath(path)
+        if path.is_symlink() and inside.real_path(path) is not None:
+            return False  # a link within the folder leads to files that are read
+        if path.is_symlink() and roots.real_path(path) is None:
             findings.add("linked_folder", os.path.relpath(path, folder))
-        elif str(real) not in seen:
-            seen.add(str(real))
-            return True
-        return False
+            return False
+        is_new = real not in seen  # a link to a folder above leads to those that are read
+        seen.add(real)
+        return is_new
 
     def count_unreadable(error: OSError) -> None:
         if error.errno not in UNREADABLE:

@@ -421,6 +421,22 @@ def test_pictures_and_texts_may_be_links(tmp_path: Path) -> None:
     assert read_captions(tmp_path / "texts", tmp_path / "images").captions == ["x"]
 
 
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    """One leads to pictures, which have bare names, and one upwards."""
+    for name in ("images", "away"):
+        (tmp_path / name).mkdir()
+    for path in ("images/0.jpg", "away/1.jpg"):
+        (tmp_path / path).touch()
+        (tmp_path / path).with_suffix(".txt").write_text(path)
+    (tmp_path / "images" / "linked").symlink_to("../away")
+    (tmp_path / "images" / "up").symlink_to("..")
+    (tmp_path / "t.csv").write_text("filepath,title\n1.jpg,x\n")
+    found = read_captions(tmp_path / "t.csv", tmp_path / "images").images
+    assert found == [tmp_path / "images" / "linked" / "1.jpg"]
+    data = read_captions(tmp_path / "images", tmp_path / "images")
+    assert data.captions == ["images/0.jpg", "away/1.jpg"]
+
+
 def test_texts_are_read_as_a_training_reads_them(tmp_path: Path) -> None:
     images, texts = tmp_path / "images", tmp_path / "texts"
     images.mkdir()
