@@ -42,13 +42,13 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
     inside, seen = Roots(Path(base)), {base}
 
     def enters(path: Path) -> bool:
-        real = os.path.realpath(path)
         if path.is_symlink() and inside.real_path(path) is not None:
             return False  # a link within the folder leads to files that are read
         if path.is_symlink() and roots.real_path(path) is None:
             findings.add("linked_folder", os.path.relpath(path, folder))
             return False
-        is_new = real not in seen  # a link to a folder above leads to those that are read
+        real = os.path.realpath(path)
+        is_new = real not in seen  # a link to a folder above leads to this one again
         seen.add(real)
         return is_new
 

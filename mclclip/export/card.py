@@ -151,7 +151,7 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
 
 def _in_words(protocol: Mapping[str, Any]) -> str:
     """Describes a protocol for the card, for example "split: test, templates: 80 values", without
-    the digests by which the run knows its rows."""
+    what only the run needs to know its rows."""
     shown = {
         name: f"{len(value)} values" if isinstance(value, list | dict) else value
         for name, value in protocol.items()

@@ -413,3 +413,8 @@ def test_a_flag_of_finetune_that_cannot_be_is_named(
     asked = ("--base", "RN50@random", "--out", str(tmp_path / "r"), "--samples", "2000")
     shown = main("finetune", str(tmp_path), *asked, "--dry-run", *given)
     assert shown.code == 2 and named in shown.err.splitlines()[-1]
+
+
+def test_captions_are_embedded_by_stage_0_alone(main: Any, tmp_path: Path) -> None:
+    shown = main("embed", "--stage", "2", "--text", f"run_dir={tmp_path}", "device=cpu")
+    assert shown.code == 2 and "--text with --stage 2" in shown.err

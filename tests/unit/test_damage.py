@@ -239,9 +239,6 @@ def _data_of(config: Config) -> Path:
     return Path(str(config.data.sources["patterns"].shards)).parents[1]
 
 
-# --- making again ------------------------------------------------------------------------------
-
-
 # --- shards ------------------------------------------------------------------------------------
 
 

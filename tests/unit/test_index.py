@@ -148,6 +148,8 @@ def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(shards, "${where}/00.tar") == ["00.tar"]
     monkeypatch.chdir(shards)
     assert shard_paths.expand_shards("00.tar", "o") == [str(shards / "00.tar")]
+    with pytest.raises(FileNotFoundError, match="no list of shards at .*none.txt"):
+        names(shards, f"@{shards}/none.txt")
 
 
 @pytest.mark.parametrize("name", ["{00..03}.tar", "a{.tar", "${x}.tar", "a::b.tar", "a[1].tar"])
