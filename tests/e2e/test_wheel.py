@@ -195,8 +195,8 @@ def test_recipes_and_scripts_are_found_in_it_and_copied(installed: Installed) ->
 def test_the_demo_and_then_its_export_and_eval_again(installed: Installed) -> None:
     """Export and eval are verbs of their own: their results are removed and made again. None of
     them needs an extra, such as faiss."""
-    (installed.packages / "faiss.py").write_text("raise ModuleNotFoundError('not installed')")
     assert "torch" in installed.succeed("doctor")
+    (installed.packages / "faiss.py").write_text("raise ModuleNotFoundError('not installed')")
     table = installed.succeed("demo", "--short", "--out", "demo", "--seeds", "0")
     assert re.search(r"^\| concat_raw \| \d+\.\d \|", table, re.MULTILINE)
     run = installed.where / "demo" / "seed_0"
