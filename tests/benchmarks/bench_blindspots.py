@@ -4,7 +4,8 @@ Every row is compared with every other, in pieces: a block of queries beside a b
 pieces cost about the same, so that some of them are measured, the first ones, and the time of all
 is that times their number. The bare product is of the same blocks in float32; nothing is kept of
 it. Rows are random, with one planted pair in 500 rows; what a trained encoder confuses beside costs
-two rows of the other encoder per pair.
+two rows of the other encoder per pair. Memory is the peak above what was there before, without
+digests, which are compared once per file and not measured here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
 from mclclip.util import search
 from mclclip.verbs.blindspots import ABOVE, BELOW, BlindSpots, find
-from tests.benchmarks import timing
+from tests.benchmarks import memory, timing
 
 ROWS_PER_FILE = 10_000  # as in a shard of ``mclclip pack``
 PLANTED = 500  # of so many rows two are a pair
@@ -66,6 +67,11 @@ def spots(root: Path, num_rows: int, num_pieces: int) -> BlindSpots:
     )  # fmt: skip
 
 
+def peak(root: Path, num_rows: int, num_pieces: int) -> float:
+    """MiB of the search of the first pieces."""
+    return memory.peak_mib(lambda: spots(root, num_rows, num_pieces))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table."""
     parser = timing.parser(__doc__)
@@ -86,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "blind spots": lambda: spots(root, args.rows, pieces),
         }
         found = timing.interleave(variants, args.rounds)
+        mib = memory.in_fresh_process(peak, root, args.rows, pieces)
         kept = spots(root, args.rows, pieces).spots.num_pairs
     seen = sum(
         (bank.stop - bank.start) * (queries.stop - queries.start)
@@ -95,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cpu = found.cpu_s("blind spots") / pieces * total / 3600
     timing.print_table(
         f"{args.rows:,} rows of {args.dim} in float16: {pieces} of {total:,} pieces, {kept} blind "
-        f"spots; all pieces would take {hours:.2f} h ({cpu:.2f} h of CPU)",
+        f"spots; all pieces would take {hours:.2f} h ({cpu:.2f} h of CPU); peak {mib:,.0f} MiB",
         timing.headers("variant", "million pairs"),
         found.rows("bare product", seen / 1e6),
     )

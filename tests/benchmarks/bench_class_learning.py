@@ -14,13 +14,14 @@ from zero, where every row pulls with full force and MLC and MLCD of equal l hav
 class names on images of its own. The other encoders start from random weights all the same, as the
 paper's do; class names reach them through clusters only.
 
-Everything lies below ``--out``, a run directory for each training. The same command goes on where
-it was interrupted. CIFAR-10 comes from the shared data; where it is absent, rendered shapes stand
-in.
+Everything lies below ``--out``: a run directory for each training, and ``rows.jsonl`` with a row
+for each encoder measured. The same command goes on where it was interrupted. CIFAR-10 and
+Caltech-101 come from the shared data; where they are absent, rendered shapes stand in.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import tempfile
@@ -55,11 +56,12 @@ from tests.benchmarks.class_learning import (
     make_labels,
     options_of,
     prepare,
+    purity,
 )
 
-PER_CLASS_SHORT = (40, 20, 40)
+PER_CLASS_SHORT = {"cifar10": (40, 20, 40), "caltech101": (3, 2, 0), "rendered": (40, 20, 40)}
 SHORT = ("clusters=20", "steps=15", "batch=64")
-PER_CLASS = {"cifar10": (500, 400, 1500), "rendered": (300, 100, 300)}
+PER_CLASS = {"cifar10": (500, 400, 1500), "caltech101": (10, 5, 0), "rendered": (300, 100, 300)}
 
 
 def measure(options: Config, name: str, model: Path) -> dict[str, Any]:
@@ -78,17 +80,23 @@ def one_seed(
     variants: Sequence[str],
     seed: int,
     out: Path,
-) -> list[dict[str, Any]]:
-    """A row for each variant of one seed."""
-    rows = []
+    rows: list[dict[str, Any]],
+) -> None:
+    """All variants of one seed; adds what is missing to ``rows`` and to rows.jsonl."""
     source = out / name
     # Labels do not depend on how one trains on them.
     labels = source / f"labels_{how.image_size}px_k{how.clusters}_{how.teacher_steps}_seed_{seed}"
     root = source / f"{digest_json(asdict(how))[:8]}_seed_{seed}"
     for variant in (TEACHER if how.teacher_steps else UNTRAINED, *variants):
+        key = {"data": name, "seed": seed, "variant": variant, "setting": asdict(how)}
+        if any(key.items() <= row.items() for row in rows):
+            continue
         started, cpu = time.perf_counter(), time.process_time()
         if variant in (UNTRAINED, TEACHER):
             options = make_labels(source, labels, seed, how)
+            first, *_, last = purity(source, labels)
+            print(f"{name} seed {seed}: {first:.1%} of an image's nearest cluster are of its class")
+            print(f"{name} seed {seed}: {last:.1%} of the farthest that is stored")
             model = RunPaths.of(options).export(0)
         else:
             run_dir = root / variant.replace(", ", "_").replace(" = ", "")
@@ -98,22 +106,39 @@ def one_seed(
             "wall_s": time.perf_counter() - started,
             "cpu_s": time.process_time() - cpu,
         }
-        row = {"seed": seed, "variant": variant} | spent | measure(options, variant, model)
+        row = key | spent | measure(options, variant, model)
         rows.append(row)
+        with open(out / "rows.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
         shown = "  ".join(f"{metric} {row[metric]:.1f} %" for metric in PROBES)
         print(f"{name} seed {seed} {variant}: {shown}  ({row['wall_s']:.0f} s)", flush=True)
-    return rows
 
 
-def report(name: str, how: Setting, rows: Sequence[dict[str, Any]]) -> None:
-    """One table of a data set: mean and standard deviation over the seeds."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What earlier runs have measured; a half-written last line counts as not measured."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def report(name: str, how: Setting, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> None:
+    """One table of a data set: mean and standard deviation over the seeds that are there."""
+    own = [
+        row
+        for row in rows
+        if row["data"] == name and row["setting"] == asdict(how) and row["seed"] in seeds
+    ]
     by_variant = {
-        variant: {row["seed"]: row for row in rows if row["variant"] == variant}
+        variant: {row["seed"]: row for row in own if row["variant"] == variant}
         for variant in (UNTRAINED, TEACHER, *VARIANTS)
     }
     beside = f"- {REFERENCE}"
     timing.print_table(
-        f"{name}: {rows[0]['train_images']:,} train and {rows[0]['test_images']:,} test images, "
+        f"{name}: {own[0]['train_images']:,} train and {own[0]['test_images']:,} test images, "
         f"k = {how.clusters}, r = {how.sample_rate:g}, {how.steps} steps of {how.batch}, "
         f"{how.image_size} px, scale {how.scale:g}, arc margin {how.margin_size:g}; accuracy, "
         "mean ± standard deviation over seeds, and the difference within a seed",
@@ -153,19 +178,26 @@ def with_values(how: Setting, words: Sequence[str]) -> Setting:
     return replace(how, **{name: kinds[name](value) for name, value in pairs})
 
 
+def data_sets(wanted: Sequence[str]) -> list[str]:
+    """The data sets that are there, or the stand-in."""
+    there = [n for n in wanted if n == "rendered" or (timing.SHARED_DATA / n).is_dir()]
+    return there or ["rendered"]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """All seeds and variants, or a choice of them."""
+    """All data sets and seeds, or a choice of them."""
     parser = timing.parser(__doc__)
-    has_cifar = (timing.SHARED_DATA / "cifar10").is_dir()
-    name = "cifar10" if has_cifar else "rendered"
-    parser.add_argument("--data", choices=list(MAKERS), default=name)
+    parser.add_argument(
+        "--data", nargs="+", choices=list(MAKERS), default=["cifar10", "caltech101"]
+    )
     parser.set_defaults(rounds=3)  # seeds
     parser.add_argument("--seeds", nargs="+", type=int, help="these instead of 0, 1, ...")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="goes on there (default: a folder of this call)")
     parser.add_argument("--per-class", nargs=3, type=int, metavar=("TRAIN", "TEST", "TEACHER"))
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of Setting")
-    options = timing.parse(parser, arguments, variants=["single_label", "mlcd, l = 8"])
+    short = {"data": ["cifar10"], "variants": ["single_label", "mlcd, l = 8"]}
+    options = timing.parse(parser, arguments, **short)
     seeds = options.seeds or list(range(options.rounds))
     if options.short:
         options.set = [*SHORT, *options.set]
@@ -173,12 +205,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("mclclip").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Unused augmentation cfg items")  # they are used
     with tempfile.TemporaryDirectory() as scratch:
-        out, name = options.out or Path(scratch), options.data
-        how = with_values(SETTINGS[name], options.set)
-        per_class = options.per_class or (PER_CLASS_SHORT if options.short else PER_CLASS[name])
-        prepare(name, tuple(per_class), out / name)
-        each = [one_seed(name, how, options.variants, seed, out) for seed in seeds]
-        report(name, how, [row for rows in each for row in rows])
+        out = options.out or Path(scratch)
+        for name in data_sets(options.data):
+            how = with_values(SETTINGS[name], options.set)
+            per_class = options.per_class or (PER_CLASS_SHORT if options.short else PER_CLASS)[name]
+            if how.teacher_steps and not per_class[2]:
+                print(f"{name}: left out, as no images are left for a teacher")
+                continue
+            prepare(name, tuple(per_class), out / name)
+            rows = read_rows(out / "rows.jsonl")
+            for seed in seeds:
+                one_seed(name, how, options.variants, seed, out, rows)
+            report(name, how, rows, seeds)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Rows lie in float16 on disk, a file per shard. They are random around the centers of as many
 clusters; of some rows a near copy is planted (cosine about 0.98) further on, so that two of a pair
 lie in different files; its cluster is that of the nearest center, like any row's. Precision and
-recall are of these pairs. Each part is timed beside one reading of all rows.
+recall are of these pairs. Each part is timed beside one reading of all rows, and its memory is the
+peak above what was there before, without digests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mclclip.curate import inputs, near
 from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
 from mclclip.util import search
-from tests.benchmarks import timing
+from tests.benchmarks import memory, timing
 
 ROWS_PER_FILE = 10_000  # as in a shard of ``mclclip pack``
 PLANTED = 0.02  # share of the rows that are in planted pairs
@@ -95,6 +96,11 @@ def evaluation(root: Path, num_rows: int, num_images: int) -> int:
     return int((nearest >= 0).sum())
 
 
+def peak(work: Callable[..., object], root: Path, *sizes: int) -> float:
+    """MiB of a part."""
+    return memory.peak_mib(lambda: work(root, *sizes))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table of times, and one of memory, precision and recall."""
     parser = timing.parser(__doc__)
@@ -118,6 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             args.rounds,
             warm_ups=0,
         )
+        mib = {
+            name: memory.in_fresh_process(peak, work, root, *sizes)
+            for name, (work, sizes) in parts.items()
+        }
         precision, recall, pairs = copies(root, args.rows)
         matched = evaluation(root, args.rows, args.evaluation)
     timing.print_table(
@@ -126,9 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spent.rows("reading", args.rows / 1e6),
     )
     timing.print_table(
-        f"Near-duplicates above {ABOVE} within clusters: {pairs:,} pairs",
+        f"Peak memory of each part; near-duplicates above {ABOVE} within clusters: {pairs:,} pairs",
         ["what", "figure"],
         [
+            *([name, f"{value:,.0f} MiB"] for name, value in mib.items()),
             ["precision", f"{precision:.4f}"],
             ["recall of planted copies", f"{recall:.4f}"],
             [f"samples near the {args.evaluation:,} images", f"{matched:,}"],

@@ -1,9 +1,9 @@
-"""A training from the trunk's output on disk, beside one from images.
+"""A training and an embedding pass from the trunk's output on disk, beside those from images.
 
-The same shards, weights, locks and batches; one thread and one loader worker. Rates are those of
-the training's own steps, the first ones left out. The ratio that operations allow is the plan's
-(`config --plan`): what a step costs without the frozen blocks, to all of it; images also have to be
-decoded.
+The same shards, weights, locks and batches; one thread and one loader worker. Rates of training are
+those of its own steps, the first ones left out; those of embedding are of a whole pass over the
+samples, with the loader. The ratio that operations allow is the plan's (`config --plan`): what a
+step or an image costs without the frozen blocks, to all of it; images also have to be decoded.
 """
 
 from __future__ import annotations
@@ -11,18 +11,28 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mclclip import config as configuration
 from mclclip.config import Config
+from mclclip.data.row_store import StoredRows
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TarDataset
+from mclclip.models.model import unit
+from mclclip.models.preparing import start_from_rows
+from mclclip.models.transforms import defer_normalization
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.verbs import embed, export, index, plan
+from mclclip.verbs.embed_passes import forward, image_passes
 from tests.benchmarks import peers, timing
 from tests.benchmarks.bench_reading import rendered, repeated
 
@@ -113,19 +123,43 @@ def shards_in(folder: Path, times: int, few: int | None) -> tuple[Path, ...]:
     return tuple(rendered(folder, few or 256))
 
 
-def allowed(setting: Setting, run_dir: Path) -> float:
-    """How many times as fast a step could be, by its operations."""
-    samples = []
-    for more in ((), ("image_rows.enabled=true",)):
-        config = options(setting, run_dir, *more)
-        found = plan.compute(config, plan.Machine(1, 1))["memory"]["train"]["operations"]
-        samples.append(found["sample"])
-    return float(samples[0] / samples[1])
+def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:
+    """How many times as fast a step and an embedded image could be, by their operations."""
+    measured = plan.compute(options(setting, run_dir), plan.Machine(1, 1))["memory"]["train"]
+    found = measured["operations"]
+    cached = plan.compute(options(setting, run_dir, "image_rows.enabled=true"), plan.Machine(1, 1))[
+        "memory"
+    ]["train"]
+    image, of_trunk = found["image"], cached["operations"]["trunk"]
+    return found["sample"] / cached["operations"]["sample"], image / (image - of_trunk)
+
+
+def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
+    """Images per second of a whole pass at stage 0."""
+    config = options(setting, run_dir, *more)
+    layout = RunPaths.of(config)
+    index = SampleIndex.open(layout.index)
+    model = embed.load_towers(layout.export(0)).eval()
+    rows = None
+    if config.image_rows.enabled:
+        rows = StoredRows.of_images(layout, index, whole=False)
+        start_from_rows(model, rows)
+    transform = defer_normalization(model.preprocess_val)
+    source = TarDataset(index, config.data, transform, image_rows=rows)
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        return unit(forward(config, SINGLE, partial(model.encode_image, pixels)))
+
+    start = time.perf_counter()
+    passes = image_passes(config, SINGLE, source, model, encode, lambda rows: None)
+    shards = passes(index.shards)
+    assert sum(len(features) for batches in shards for features, _ in batches) == len(index)
+    return len(index) / (time.perf_counter() - start)
 
 
 def report(setting: Setting, rounds: int) -> None:
-    """Prints the table of one setting."""
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    """Prints the tables of one setting."""
+    rates: dict[str, list[list[float]]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: Path(folder) / f"run_{number}" for number, name in enumerate(WAYS)}
         for name, run_dir in runs.items():
@@ -134,20 +168,25 @@ def report(setting: Setting, rounds: int) -> None:
                 embed.run(options(setting, run_dir, *WAYS[name]), SINGLE, stage=0, text=False)
         for _ in range(rounds):
             for name, more in WAYS.items():
-                rates[name].append(ours(setting, runs[name], *more))
-        most = allowed(setting, runs["images"])
-    rows = []
-    for name, found in rates.items():
-        ratios = [a / b for a, b in zip(found, rates["images"], strict=True)]
-        low, high = np.quantile(ratios, [0.25, 0.75])
-        ratio = f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
-        rows.append([name, timing.number(statistics.median(found)), ratio])
-    timing.print_table(
-        f"{setting.model}, {setting.blocks} blocks trained, batch {setting.batch}, fp32; "
-        f"operations allow {most:.2f}",
-        ["from", "samples/s", "times as fast (quartiles)"],
-        rows,
-    )
+                train = ours(setting, runs[name], *more)
+                rates[name].append([train, embedded(setting, runs[name], *more)])
+        steps, images = allowed(setting, runs["images"])
+    title = f"{setting.model}, {setting.blocks} blocks trained, batch {setting.batch}, fp32"
+    for number, (what, most) in enumerate((("training", steps), ("embedding", images))):
+        shown = []
+        for name, found in rates.items():
+            if what == "embedding" and name == "images, fast":
+                continue  # embedding is always exact
+            own = [each[number] for each in found]
+            ratios = [a / b[number] for a, b in zip(own, rates["images"], strict=True)]
+            low, high = np.quantile(ratios, [0.25, 0.75])
+            ratio = f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
+            shown.append([name, timing.number(statistics.median(own)), ratio])
+        timing.print_table(
+            f"{title}: {what}; operations allow {most:.2f}",
+            ["from", "samples/s", "times as fast (quartiles)"],
+            shown,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

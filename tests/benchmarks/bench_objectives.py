@@ -1,9 +1,16 @@
-"""Every objective's cost per training step, beside NT-Xent's or CLIP's at equal batch.
+"""Every objective's cost per step, beside NT-Xent's or CLIP's at equal batch.
 
-One process in fp32: a step of a small encoder (``cifar_mnist.yaml``'s between views,
-``demo.yaml``'s between captions), with the optimizer, and with everything that an objective adds to
-the model: a momentum copy's forward passes, a queue, a label filter, class centers. All are
-measured side by side in one run.
+Three tables, of one process in fp32, each measured side by side in one run:
+
+- The loss alone: forward and backward of a global batch from features that lie ready, with the
+  group mask. Arithmetic says what to expect. With P the product of all queries with all keys of a
+  direction, a loss in tiles takes four of them: the scores, the scores again in the backward, two
+  gradients. Between views there are twice as many keys.
+- A training step of a small encoder (``cifar_mnist.yaml``'s between views, ``demo.yaml``'s between
+  captions), with the optimizer, and with everything that an objective adds to the model: a momentum
+  copy's forward passes, a queue, a label filter, class centers. Beside it the share of the loss
+  alone, from features of the encoder's own width.
+- The gated cosine (SimLAP) over batches: bytes of tensors, and how they grow.
 
 Objectives between captions are compared with ``info_nce``, the others with ``nt_xent``; those with
 "one view" encode half as many images. Memory is what tensors take at most during a step, above what
@@ -12,14 +19,16 @@ lay there before; it includes the gradients.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip import config
@@ -36,8 +45,12 @@ from mclclip.train.loop import ModelWithObjective
 from tests.benchmarks import timing
 
 SINGLE = Context(0, 1)
+SIZES = (256, 1024)
 DIM = 512
+GATED_SIZES = (128, 256, 512, 1024, 2048)
+GATED_DIM = 256
 TOTAL_STEPS = 1000
+WARM_UPS = 1
 
 
 @dataclass(frozen=True)
@@ -45,11 +58,13 @@ class Variant:
     """An objective, by its options; ``num_classes`` are known, where it reads classes.
 
     ``tile``: rows and columns whose scores exist at a time (None: the objective's own).
+    ``from_features``: whether its loss can be timed alone; one that changes pictures cannot.
     """
 
     options: Any
     num_classes: int = 100
     tile: int | None = None
+    from_features: bool = True
 
     @property
     def parsed(self) -> ObjectiveOptions:
@@ -120,7 +135,7 @@ VIEWS: dict[str, Variant] = {
     "single_label, one view": _centers("single_label"),
     "nt_xent + ifm, modified": _sum("nt_xent", between="views"),
     "feature_dropout, narrow": Variant(
-        {"kind": "feature_dropout", "width": 8, "residual_blocks": 1}
+        {"kind": "feature_dropout", "width": 8, "residual_blocks": 1}, from_features=False
     ),
 }
 TABLES: dict[str, Mapping[str, Variant]] = {"captions": CAPTIONS, "views": VIEWS}
@@ -128,6 +143,24 @@ RECIPES = {"captions": "demo", "views": "cifar_mnist"}
 
 
 # --- what a step is made of ----------------------------------------------------------------------
+
+
+class Ready(nn.Module):
+    """A model whose "images" are features already: what is left of a step is the loss."""
+
+    has_logit_bias, first_block = False, 0
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.feature_dim = dim
+
+    def forward(
+        self, image: Tensor, text: Tensor | None = None, text_features: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Returns what it is given, by name, and a logit scale."""
+        found = {"image_features": image, "logit_scale": image.new_full((), 20.0)}
+        found |= {} if text_features is None else {"text_features": text_features}
+        return found
 
 
 @dataclass(frozen=True)
@@ -147,22 +180,37 @@ class Case:
 
     trainee: ModelWithObjective
     batch: Batch
-    engine: Engine
+    engine: Engine | None = None
+    outside: list[Any] = field(init=False)
 
-    def step(self) -> None:
-        """All of a training's step."""
+    def __post_init__(self) -> None:
+        self.outside = list(self.trainee.objective.outside())
+
+    def step(self) -> Tensor:
+        """One step: with an engine all of a training's, without one forward and backward."""
         objective = self.trainee.objective
         objective.begin(self.batch.step, TOTAL_STEPS, 0.0)
-        self.engine.update(self.batch, lr=1e-6)
+        if self.engine is not None:
+            loss = self.engine.update(self.batch, lr=1e-6)["loss"]
+        else:
+            for tensor in (*self.batch.tensors(), *self.trainee.parameters()):
+                tensor.grad = None
+            for part in self.outside:
+                part.zero_grad()
+                part.begin(self.batch.step)
+            loss = self.trainee(self.batch)["loss"]
+            loss.backward()
         objective.stepped(self.trainee.model)
+        return loss.detach()
 
     def peak_mib(self) -> float:
         """MiB that tensors take at most during a step, above what is there before it."""
         self.step()  # whatever is made once
         there = [*self.batch.tensors(), *self.trainee.parameters(), *self.trainee.buffers()]
         there += [tensor.grad for tensor in there if tensor.grad is not None]
-        states = [part.state_dict() for part in self.trainee.objective.outside()]
-        states += list(self.engine.optimizer.state.values())
+        states = [part.state_dict() for part in self.outside]
+        if self.engine is not None:
+            states += list(self.engine.optimizer.state.values())
         there += [value for state in states for value in state.values() if torch.is_tensor(value)]
         with StepMeter(there) as meter:
             self.step()
@@ -205,6 +253,24 @@ def marks(variant: Variant, size: int) -> dict[str, Any]:
     }
 
 
+def loss_alone(variant: Variant, size: int, dim: int) -> Case:
+    """Unit features with gradient in place of images and captions."""
+    random = torch.Generator().manual_seed(0)
+
+    def features() -> Tensor:
+        drawn = functional.normalize(torch.randn(size, dim, generator=random))
+        return drawn.requires_grad_()
+
+    options = variant.parsed
+    batch = Batch(
+        views=[features() for _ in range(options.reads.num_views)],
+        text_features=features() if options.reads.captions else None,
+        **marks(variant, size),
+    )
+    model: Any = Ready(dim)
+    return Case(ModelWithObjective(model, build(variant, model)), batch)
+
+
 def training(variant: Variant, size: int, recipe: str) -> Case:
     """A recipe's model on random pictures and captions, with AdamW."""
     options, random = variant.parsed, torch.Generator().manual_seed(0)
@@ -232,32 +298,98 @@ def encoder(recipe: str) -> Model:
 # --- the tables ----------------------------------------------------------------------------------
 
 
-def measure_trainings(between: str, size: int, rounds: int) -> None:
-    """The table of training steps."""
-    recipe, table = RECIPES[between], TABLES[between]
-    cases = {name: training(variant, size, recipe) for name, variant in table.items()}
+def measure_losses(between: str, size: int, rounds: int) -> None:
+    """The table of the losses alone."""
+    table = {name: v for name, v in TABLES[between].items() if v.from_features}
+    cases = {name: loss_alone(v, size, DIM) for name, v in table.items()}
     steps: dict[str, Callable[[], object]] = {name: case.step for name, case in cases.items()}
-    timings = timing.interleave(steps, rounds)
+    timings = timing.interleave(steps, rounds, WARM_UPS)
     rows = [
         [*row, timing.number(cases[row[0]].peak_mib())]
-        for row in timings.rows(next(iter(table)), size)
+        for row in timings.rows(next(iter(cases)), size)
     ]
     timing.print_table(
-        f"training steps of {recipe}.yaml's model, {size:,} samples, losses between {between}",
+        f"losses between {between} of {size:,} samples x {DIM}, forward and backward",
         [*timing.headers("objective", "samples"), "peak MiB"],
         rows,
     )
 
 
+def measure_trainings(between: str, size: int, rounds: int) -> None:
+    """The table of whole training steps, with the share of the loss alone."""
+    recipe, table = RECIPES[between], TABLES[between]
+    dim, first = encoder(recipe).feature_dim, next(iter(table))
+    whole = {name: training(variant, size, recipe) for name, variant in table.items()}
+    alone = {
+        f"{name}: loss": loss_alone(v, size, dim) for name, v in table.items() if v.from_features
+    }
+    steps: dict[str, Callable[[], object]] = {n: case.step for n, case in (whole | alone).items()}
+    timings = timing.interleave(steps, rounds, WARM_UPS)
+    rows = [
+        [
+            *row,
+            f"{100 * timings.cpu_ratio(loss, row[0]):.1f} %" if loss in alone else "-",
+            timing.number(whole[row[0]].peak_mib()),
+        ]
+        for row in timings.rows(first, size, table)
+        for loss in [f"{row[0]}: loss"]
+    ]
+    timing.print_table(
+        f"training steps of {recipe}.yaml's model, {size:,} samples, losses between {between}",
+        [*timing.headers("objective", "samples"), "loss alone (CPU)", "peak MiB"],
+        rows,
+    )
+
+
+def measure_gated(sizes: Sequence[int]) -> None:
+    """The table of the gated cosine's memory, and the exponents of its growth."""
+    own = loss_alone(_simlap(), 2, 2).trainee.objective.tile
+    ways = {f"tiles of {tile:,}": tile for tile in (own, 128)}
+    found = {
+        name: [loss_alone(_tiled(tile), size, GATED_DIM).peak_mib() for size in sizes]
+        for name, tile in ways.items()
+    }
+    pairs = [size * size * GATED_DIM * 4 / 2**20 for size in sizes]
+    columns = {**found, "a tensor [B, B, D] alone": pairs}
+    rows = [
+        [f"{size:,}", *(timing.number(column[n]) for column in columns.values())]
+        for n, size in enumerate(sizes)
+    ]
+    for last in (len(sizes), 2):
+        title = "exponent" if last == len(sizes) else "exponent, the last two"
+        exponents = [exponent(sizes[-last:], column[-last:]) for column in columns.values()]
+        rows.append([title, *(f"{value:.2f}" for value in exponents)])
+    title = f"simlap of B samples x {GATED_DIM}, MiB at most of a forward and a backward"
+    timing.print_table(title, ["B", *columns], rows)
+
+
+def _tiled(tile: int) -> Variant:
+    return Variant(_simlap().options, tile=tile)
+
+
+def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """p of the power of the size that the values grow with: the slope of their logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Five minutes."""
-    parser = timing.parser(__doc__)
-    parser.add_argument("--batch", type=int, default=128)
-    options = timing.parse(parser, arguments, batch=16)
+    options = _options(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for between in TABLES:
+        for size in options.sizes:
+            measure_losses(between, size, options.rounds)
         measure_trainings(between, options.batch, options.rounds)
+    measure_gated(options.gated)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = timing.parser(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="SAMPLES")
+    parser.add_argument("--batch", type=int, default=128, help="of the training steps")
+    parser.add_argument("--gated", type=int, nargs="+", default=list(GATED_SIZES))
+    return timing.parse(parser, arguments, sizes=[64], batch=16, gated=[32, 64])
 
 
 if __name__ == "__main__":

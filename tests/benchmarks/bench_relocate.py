@@ -1,9 +1,10 @@
 """Reading the batches of groups from the shards of the index and from the copies of ``relocate``.
 
 Nothing is decoded, so that the ratio is that of reading alone. Disks are read cold where this
-process may tell the system to forget what it has read (it has to be root); else that is said. The
-store is the tests' own server, in a process of its own, which keeps every answer back for 20 ms. A
-plan in blocks draws other batches than one without, of as many samples.
+process may tell the system to forget what it has read (it has to be root); else that is said.
+Stores are nginx, where there is one, behind a proxy that keeps every answer back for 20 ms; else
+the tests' own server, which takes more of the processor. A plan in blocks draws other batches than
+one without, of as many samples.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -49,18 +52,68 @@ with serving(Path(sys.argv[1])) as server:
     print(server.url(""), flush=True)
     time.sleep(1e6)
 """
+_NGINX = """
+daemon off; error_log stderr; pid {work}/nginx.pid; worker_processes 1;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; sendfile on; keepalive_requests 1000000;
+  client_body_temp_path {work}; proxy_temp_path {work}; fastcgi_temp_path {work};
+  uwsgi_temp_path {work}; scgi_temp_path {work};
+  server {{ listen 127.0.0.1:{port}; root {folder}; }}
+}}
+"""
+_PROXY = """
+import asyncio, sys
+port, to, latency_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+
+async def pump(reader, writer, delay_s):
+    while data := await reader.read(1 << 20):
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+async def serve(reader, writer):
+    inner = await asyncio.open_connection("127.0.0.1", to)
+    await asyncio.gather(pump(reader, inner[1], latency_s), pump(inner[0], writer, 0.0),
+                         return_exceptions=True)
+
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    print(f"http://127.0.0.1:{port}/", flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
-def server(folder: Path, latency_s: float) -> Iterator[str]:
-    """Serves a folder; yields its url."""
-    command = [sys.executable, "-c", _SERVER, str(folder), str(latency_s)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+def server(folder: Path, work: Path, latency_s: float) -> Iterator[tuple[str, str]]:
+    """Serves a folder; yields its url and the name of the server."""
+    with contextlib.ExitStack() as stack:
+        if (nginx := shutil.which("nginx")) is None:
+            name, command = "the tests' server", [_SERVER, str(folder), str(latency_s)]
+        else:
+            port = free_port()
+            settings = _NGINX.format(work=work, port=port, folder=folder)
+            (work / "nginx.conf").write_text(settings)
+            started = subprocess.Popen([nginx, "-c", str(work / "nginx.conf")])
+            stack.callback(started.terminate)
+            name, command = "nginx", [_PROXY, str(free_port()), str(port), str(latency_s)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", *command], stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(process.kill)
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
+        yield process.stdout.readline().strip(), name
 
 
 def write_shards(folder: Path, count: int, image_bytes: int) -> None:
@@ -144,14 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = prepare(work, [str(path) for path in paths], "disk")
         _print_copying(config, args.rounds)
         copies = RunPaths.of(config).relocated(1, None)
-        with server(work, args.latency_ms / 1e3) as host:
+        with server(work, work, args.latency_ms / 1e3) as (host, served_by):
             urls = [f"{host}shards/{path.name}" for path in paths]
             remote = prepare(work, urls, "http")
             _print_reading(args, config, copies, None, "disk, cold" if _may() else "disk, warm")
             relocate.run(remote, SINGLE, stage=1)
             of_urls = RunPaths.of(remote).relocated(1, None)
             url = host + str(of_urls.relative_to(work))
-            how = f"a store, {args.latency_ms:g} ms before every answer"
+            how = f"{served_by}, {args.latency_ms:g} ms before every answer"
             _print_reading(args, remote, of_urls, url, how)
 
 

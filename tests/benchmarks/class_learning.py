@@ -6,6 +6,7 @@ where the caller wants them.
 
 from __future__ import annotations
 
+import csv
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from typing import Any
 from tests.benchmarks import class_folders, timing
 
 # isort: split
+import numpy as np
 import torch
+from PIL import Image
 
 from mclclip import config
 from mclclip.config import Config
@@ -40,6 +43,7 @@ CONTEXT = Context(device=torch.device("cpu"))
 # Data set -> a function of an empty folder, and train, test and teacher's images per class.
 MAKERS: Mapping[str, Callable[[Path, int, int, int], Path]] = {
     "cifar10": partial(class_folders.cifar10, timing.SHARED_DATA),
+    "caltech101": partial(class_folders.caltech101, timing.SHARED_DATA),
     "rendered": partial(class_folders.rendered, attribute="shape"),
 }
 
@@ -120,6 +124,7 @@ SMALL = Setting(
 )
 SETTINGS = {
     "cifar10": SMALL,
+    "caltech101": replace(SMALL, clusters=100, steps=150),
     "rendered": replace(SMALL, clusters=100),
 }
 
@@ -195,6 +200,8 @@ def prepare(name: str, per_class: tuple[int, int, int], where: Path) -> None:
         where.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=where) as scratch:
             made = MAKERS[name](Path(scratch) / "folders", *per_class)
+            if name == "caltech101":
+                shrink(made)
             made.rename(folders)
     for part, wanted in zip(("train", "test", "teacher"), per_class, strict=True):
         classes = list((folders / part).glob("*"))
@@ -206,6 +213,16 @@ def prepare(name: str, per_class: tuple[int, int, int], where: Path) -> None:
     pack.pack(folders, where / _shards(REFERENCE), captions=folders / "train.csv")
     if per_class[2]:
         pack.pack(folders, where / _shards(TEACHER), captions=folders / "teacher.csv")
+
+
+def shrink(folders: Path) -> None:
+    """Makes photographs small: decoding them again and again would take most of the time."""
+    for path in folders.glob("*/*/*.jpg"):
+        with Image.open(path) as picture:
+            picture.draft("RGB", (128, 128))
+            small = picture.convert("RGB")
+        small.thumbnail((80, 80), Image.Resampling.BICUBIC)
+        small.save(path, quality=95)
 
 
 def make_labels(source: Path, run_dir: Path, seed: int, how: Setting) -> Config:
@@ -221,6 +238,18 @@ def make_labels(source: Path, run_dir: Path, seed: int, how: Setting) -> Config:
     embed.run(options, CONTEXT, stage=0)
     cluster.run(options, CONTEXT, stage=0)
     return options
+
+
+def purity(source: Path, run_dir: Path) -> list[float]:
+    """Of the members of an image's nearest, second nearest, ... cluster, the share of its class."""
+    with open(source / "folders" / "train.csv", newline="", encoding="utf-8") as file:
+        titles = [row["title"] for row in csv.DictReader(file)]  # the order of the shards
+    _, classes = np.unique(titles, return_inverse=True)
+    nearest = np.load(run_dir / "stage_0" / "clusters" / "cluster_labels.npy")
+    members = np.zeros((nearest.max() + 1, classes.max() + 1))
+    np.add.at(members, (nearest[:, 0], classes), 1.0)
+    shares = members / np.maximum(members.sum(axis=1, keepdims=True), 1.0)
+    return [float(shares[column, classes].mean()) for column in nearest.T]
 
 
 def learn(source: Path, labels: Path, run_dir: Path, seed: int, variant: str, how: Setting) -> Path:
