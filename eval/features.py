@@ -73,7 +73,7 @@ class Extractor:
     def images(self, paths: Sequence[Readable]) -> Features:
         """Unit features [N, E] of images, in their order, on every rank.
 
-        Raises ValueError on all ranks if files cannot be read or decoded, and names ten of them:
+        Raises ValueError on all ranks if files cannot be read or decoded, and names at most ten:
         figures without some of the images could not be compared with others.
         """
         if self.on_images is not None:

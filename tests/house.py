@@ -43,7 +43,7 @@ CEILINGS = {
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 96,
-    "lines of tests": 45_413,
+    "lines of tests": 45_388,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -179,7 +179,7 @@ class Encoder(nn.Module):
         Pictures are paths, PIL images, arrays uint8 [H, W, 3] (or one [N, H, W, 3]), bytes or open
         files of encoded pictures, and tensors [3, H, W] that `preprocess_val` made. One tensor
         [B, 3, H, W], or [3, H, W], gives a tensor [B, E]. Raises FileNotFoundError for a path that
-        is missing, and ValueError for pictures that cannot be used, of which it names ten.
+        is missing, and ValueError for pictures that cannot be used, of which it names at most ten.
         """
         if not isinstance(images, Tensor):
             parts, problems = [], list[str]()

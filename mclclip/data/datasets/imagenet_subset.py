@@ -1,4 +1,4 @@
-"""Some classes of an ImageNet folder, by a list of their WordNet ids.
+"""Packs some classes of an ImageNet folder, named by a list of their WordNet ids.
 
 The list ``in1p`` has the ten dog breeds of SimLAP's IN1P (appendix D.1). The paper prints its IN25,
 25 classes in 5 superclasses, only as pictures: to use it, write its list into a file.

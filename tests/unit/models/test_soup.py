@@ -194,31 +194,3 @@ def test_pickles_are_not_opened(stages: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
         combine([stages[0], other])
     assert not (tmp_path / "ran").exists()
-
-
-def test_batch_norms_of_equally_long_trainings_differ_too(resnet: Model, tmp_path: Path) -> None:
-    """Their batch counts are equal, and no average of their statistics fits all the same."""
-    paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
-    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    base = weights.base_digest(paths[0])
-    resnet.train()
-    for path, batch in zip(paths[1:], images, strict=True):
-        resnet.clip.visual.bn1.reset_running_stats()
-        resnet.encode_image(batch)
-        for module in resnet.modules():
-            if hasattr(module, "num_batches_tracked"):
-                module.num_batches_tracked.fill_(1)
-        resnet.save(path, base)
-    assert differing_norms(paths[1:]) and not differing_norms(paths[1:2] * 2)
-    with pytest.raises(ValueError, match="give training images"):
-        load_soup(paths[1:], [1.0, 1.0])
-    model, tensors, count = load_soup(paths[1:], [1.0, 1.0], lambda _: images)
-    assert count == 16
-    norm = model.exported.visual.bn1
-    assert torch.equal(tensors["visual.bn1.running_mean"], norm.running_mean)
-    averaged, _ = combine(paths[1:])
-    assert not torch.allclose(averaged["visual.bn1.running_var"], norm.running_var, rtol=1e-3)
-    _, alone, count = load_soup(paths[1:], [0.0, 1.0])  # one model keeps its own
-    assert count == 0
-    own = weights.read_tensors(paths[2] / weights.WEIGHTS)
-    assert all(weights.same_bits(alone[n], own[n]) for n in own)
