@@ -127,18 +127,26 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if not text.strip():
         raise ValueError(f"the override {override!r} has no value: null is one, and '\"\"' a text")
     *parents, last = key.split(".")
-    node = tree
+    node: Any = tree
     for parent in parents:
-        if node.get(parent) is None:
+        if isinstance(node, dict) and node.get(parent) is None:
             node[parent] = {}
-        node = node[parent]
-        if not isinstance(node, dict):
-            raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
-    node[last] = parse_value(text, f"override {override!r}")
-    if last == "kind" and parents[-1:] == ["objective"]:
+        node = node[_place(node, parent, override)]
+    place = _place(node, last, override)
+    node[place] = parse_value(text, f"override {override!r}")
+    if last == "kind" and "objective" in parents[-2:]:
         _drop_options_of_other_kinds(node)
-    if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):
-        del node[last]  # eval.suite.coco=null drops a recipe's benchmark
+    if node[place] is None and parents in (["eval", "suite"], ["data", "sources"]):
+        del node[place]  # eval.suite.coco=null drops a recipe's benchmark
+
+
+def _place(node: Any, name: str, override: str) -> str | int:
+    """Returns what ``name`` stands for in a mapping, a key, or in a list, a number from 0."""
+    if isinstance(node, dict):
+        return name
+    if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+        return int(name)
+    raise ValueError(f"override {override!r}: there is no {name!r} in {node!r}")
 
 
 def _drop_options_of_other_kinds(objective: dict[str, Any]) -> None:

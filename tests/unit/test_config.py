@@ -58,6 +58,17 @@ def test_a_file_and_overrides_of_it(tmp_path: Path) -> None:
     assert read.data.sources["x"].shards == "y"
 
 
+def test_an_override_goes_into_a_list_by_number() -> None:
+    two = "train.objective=[{kind: info_nce}, {kind: ifm, epsilon: 0.5}]"
+    read = load(None, ["run_dir=a", two, "train.objective.0.temperature=0.5"])
+    assert [term.temperature for term in read.train.objective] == [0.5, None]
+    read = load(None, ["run_dir=a", two, "train.objective.1.kind=hcl"])
+    assert [term.kind for term in read.train.objective] == ["info_nce", "hcl"]
+    for name in ("train.objective.2.kind", "train.objective.kind"):
+        with pytest.raises(ValueError, match=f"override '{name}=hcl': there is no '"):
+            load(None, ["run_dir=a", two, f"{name}=hcl"])
+
+
 def test_an_override_changes_one_of_two_that_share_an_anchor(tmp_path: Path) -> None:
     """As recipes write their stages; the objective is one mapping of YAML's then."""
     path = write(
@@ -137,7 +148,7 @@ def test_a_wrong_value_is_named_with_its_path(override: str, parts: list[str]) -
     [
         ("seed", "got the override 'seed', expected key.path=value"),
         ("train.steps= ", "has no value"),
-        ("run_dir.a=1", "'run_dir' holds a value, not options"),
+        ("run_dir.a=1", "there is no 'a' in 'a'"),
         ("train.lr=[1", "override 'train.lr=\\[1' is not valid YAML"),
     ],
 )
