@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,9 +19,8 @@ class ShardReader:
     """Reads ranges of bytes of shards; keeps up to ``data.max_open_files`` of them open.
 
     Reads are positional (``pread``), so that processes that inherit a file handle over a fork do
-    not disturb each other. Handles are not pickled. Threads may share a reader; their reads take
-    turns, and only one thread may prefetch. To read many ranges of urls, call `prefetch` first.
-    ``urls`` are the numbers of the shards behind urls.
+    not disturb each other. Handles are not pickled. Each thread needs a reader of its own. To read
+    many ranges of urls, call `prefetch` first. ``urls`` are the numbers of the shards behind urls.
     """
 
     # The ranges that are being read ahead, and `take` and `give_up` of `Remote.start`.
@@ -81,25 +79,22 @@ class ShardReader:
         if shard in self.urls:
             return self._remote.read_ranges(self._url_ranges([(shard, offset, size)]))[0]
         parts: list[bytes] = []
-        with self._lock:
-            handle = self._handle(shard, self._files[shard].path)
-            while size > 0 and (part := os.pread(handle, size, offset)):
-                parts.append(part)
-                offset += len(part)
-                size -= len(part)
+        handle = self._handle(shard, self._files[shard].path)
+        while size > 0 and (part := os.pread(handle, size, offset)):
+            parts.append(part)
+            offset += len(part)
+            size -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _in_this_process(self) -> None:
         if self._pid != os.getpid():
-            # This process is a fork. The lock is made anew, since another thread of the parent may
-            # have held it. Closing the inherited handles does not affect the parent.
+            # This process is a fork. Closing the inherited handles does not affect the parent.
             self._start_empty(close=list(self._handles.values()))
 
     def _start_empty(self, close: Iterable[int] = ()) -> None:
         for handle in close:
             os.close(handle)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._ahead: dict[Range, bytes] = {}
         self._coming = None
