@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -312,3 +313,17 @@ def test_a_part_that_cannot_be_made_is_not_told_later(monkeypatch: pytest.Monkey
     for rank in (0, 1):
         with pytest.raises(OSError, match="no such block"):
             cluster.pass_parts_to_main(parts(), lambda every: sum(every), Context(rank, 2))
+
+
+def test_rows_that_may_not_be_read_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((2, 2)))
+    assert arrays.open_npy(tmp_path / "rows.npy", "embed").shape == (2, 2)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(np, "load", refuse)
+    with pytest.raises(PermissionError):
+        arrays.open_npy(tmp_path / "rows.npy", "embed")

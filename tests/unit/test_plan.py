@@ -394,6 +394,18 @@ def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
         assert costs.missing_disk({**counted, "present": GIB}, tiny_config(), machine) is None
 
 
+def test_a_plan_for_gpus_on_a_machine_without_one_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    options = tiny_config("base=null", "device=auto")
+    plan.run(options, Machine.described(None, None, None), samples=500, as_json=False)
+    assert "this machine has no GPU" in caplog.text
+    caplog.clear()
+    plan.run(options, Machine.described(1, 1, None), samples=500, as_json=False)
+    assert "no GPU" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "samples", "message"),
     [

@@ -244,3 +244,12 @@ def test_another_logit_scale_is_not_certified(
     # Nothing is left, and what was there before stays.
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own"]
+
+
+def test_a_difference_names_its_bounds() -> None:
+    near = certificate.Certificate("onnxruntime", 1, image_features=0.5)
+    assert "differ by 0.5, wanted at most" in near.difference()
+    assert "cosine" not in near.difference()
+    far = replace(near, cosine=0.25, logit_scale=0.125)
+    assert "lowest cosine is 0.250" in far.difference()
+    assert "logit scales by 0.12 of" in far.difference() and not far.holds
