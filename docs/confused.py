@@ -62,8 +62,8 @@ def main(run_dir: str, out: str) -> None:
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(size=14)
     for y, title in enumerate(ROWS):
         draw.text((4, y * (SIDE + LINE) + SIDE // 2 - 16), title, "black", font)
-    for x, i in enumerate([*chosen.values()][:4]):
-        for y, j in enumerate((i, int(base[i]), int(tuned[i]))):
+    for x, sample in enumerate([*chosen.values()][:4]):
+        for y, j in enumerate((sample, int(base[sample]), int(tuned[sample]))):
             place = LEFT + x * (SIDE + GAP), y * (SIDE + LINE)
             shown.add(f"{names[j]}/{paths[j].name}")
             page.paste(pictures[j].resize((SIDE, SIDE)), place)

@@ -72,6 +72,7 @@ def main(run: str, data: str, out: str) -> None:
     draw = ImageDraw.Draw(page)
     font, small = ImageFont.load_default(size=15), ImageFont.load_default(size=12)
     draw.text((6, 5), TITLE, "black", font)
+    nearest = Image.Resampling.NEAREST
     for y, title in enumerate(ROWS):
         draw.text((6, tall + y * 2 * LINE + 8), title, "black", small)
     for x, name in enumerate(columns):
@@ -79,9 +80,7 @@ def main(run: str, data: str, out: str) -> None:
         draw.text((left + SIDE / 2, LINE + LINE / 2), name, "black", font, anchor="mm")
         for y, (path, words) in enumerate(zip(*pairs.get(name, ((), ())), strict=True)):
             top = 2 * LINE + y * (SIDE + LINE)
-            page.paste(
-                Image.open(path).convert("RGB").resize((SIDE, SIDE), Image.NEAREST), (left, top)
-            )
+            page.paste(Image.open(path).convert("RGB").resize((SIDE, SIDE), nearest), (left, top))
             draw.text(
                 (left + SIDE / 2, top + SIDE + LINE / 2 - 2), words, "black", small, anchor="mm"
             )

@@ -238,7 +238,7 @@ def public(name: str) -> str:
 
 def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
     """A notebook as a page: its texts, its code, and what it printed; its pictures by name."""
-    parts, pictures = [], {}
+    parts, pictures = [], dict[str, bytes]()
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         is_text = cell["cell_type"] == "markdown"

@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep the outputs in the notebook")
     given = parser.parse_args()
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = str(Path(folder) / "ipython")
         client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}})
@@ -36,7 +36,7 @@ def main() -> None:
             for output in cell.outputs:
                 output.get("data", {}).pop("image/jpeg", None)
     if given.write:
-        nbformat.write(notebook, NOTEBOOK)
+        nbformat.write(notebook, NOTEBOOK)  # type: ignore[no-untyped-call]
     print(notebook.cells[-3].outputs[0]["text"])
 
 

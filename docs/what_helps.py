@@ -52,14 +52,13 @@ def of_runs(arms: Sequence[str]) -> list[Row]:
     rows = []
     for arm in arms:
         name, folder, encoder = _parts(arm)
-        run = Run.open(folder)
-        own = [row for row in run.result_rows if row.model == encoder]
+        own = [row for row in Run.open(folder).result_rows if row.model == encoder]
         own = [row for row in own if row.protocol.get("level") != "detail"]
         if not own:
             raise ValueError(f"{folder} has no results of {encoder}")
         rows += [
             {
-                **{"arm": name, "seed": run.config.seed, "benchmark": row.benchmark},
+                **{"arm": name, "seed": _seed(folder), "benchmark": row.benchmark},
                 **{"metric": row.metric, "value": round(row.value, 3)},
             }
             for row in own
@@ -74,6 +73,13 @@ def _parts(arm: str) -> tuple[str, Path, str]:
     return name, Path(folder), encoder
 
 
+def _seed(folder: Path) -> int:
+    config = Run.open(folder).config
+    if config is None:
+        raise ValueError(f"{folder} has no config.yaml, which has the seed")
+    return config.seed
+
+
 def of_race(words: Sequence[str]) -> Any:
     """The comparisons of arms that raced apart, as a table like ``race.csv``; other words are the
     metrics to compare (none: the main ones)."""
@@ -82,7 +88,7 @@ def of_race(words: Sequence[str]) -> Any:
         name, folder, encoder = _parts(arm)
         before = entrants.get(name, race.Entrant(name, encoder, []))
         entrants[name] = replace(before, runs=[*before.runs, folder])
-        seeds.setdefault(name, []).append(Run.open(folder).config.seed)
+        seeds.setdefault(name, []).append(_seed(folder))
         if encoder != before.encoder:
             raise ValueError(f"{arm}: wanted one encoder for all runs of {name}")
     if not seeds.keys() >= {"base", "ungrouped"} or len({*map(tuple, seeds.values())}) > 1:

@@ -94,12 +94,15 @@ def standings(
     control: Entrant,
     remedies: Sequence[Entrant],
     benchmarks: Sequence[str],
+    metrics: Sequence[str] = (),
 ) -> Standings:
-    """Compares all ``remedies``, the control among them, with the base and with the control, in the
-    main metrics of the ``benchmarks``.
+    """Compares all ``remedies``, the control among them, with the base and with the control.
+
+    ``metrics`` names those to compare, as ``BENCHMARK/METRIC`` (none: the main ones of the
+    ``benchmarks``).
 
     Raises FileNotFoundError and ValueError if figures or outcomes are missing, damaged or not of
-    the same items.
+    the same items, and ValueError for a metric that the base has no figure of.
     """
     read = compare.Reader()
     cells = {
@@ -107,6 +110,10 @@ def standings(
         for entrant in (base, *remedies)
         for run in entrant.runs
     }
+
+    measured = {f"{benchmark}/{name}" for benchmark, name, _ in cells[base.runs[0]]}
+    if unknown := [name for name in metrics if name not in measured]:
+        raise ValueError(f"{base.runs[0]} has no figure of {unknown[0]}")
 
     def rows_of(entrant: Entrant, metric: tuple[str, str]) -> list[compare.Row]:
         rows = []
@@ -127,7 +134,8 @@ def standings(
     parts: dict[Against, list[Part]] = {"base": [], "control": []}
     for (benchmark, name, model), (row, _) in cells[base.runs[0]].items():
         is_main = row.protocol.get("level") == "headline"
-        if model != base.encoder or benchmark not in benchmarks or not is_main:
+        is_compared = f"{benchmark}/{name}" in metrics if metrics else is_main
+        if model != base.encoder or benchmark not in benchmarks or not is_compared:
             continue
         rows = {e.name: rows_of(e, (benchmark, name)) for e in (base, *remedies)}
         compared = _compare(rows, [names for _, names in pairs], read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.report import race as page
 from mclclip.report.race import Entrant, Standings
+from tests import tiny
 
 TYPES = ["colour", "<count>"] * 100
 
@@ -135,3 +137,19 @@ def test_other_items_are_refused_by_the_names_of_both(tmp_path: Path) -> None:
     results.record(control.runs[0] / "results.jsonl", [figure], "encoder", "pairs")
     with pytest.raises(ValueError, match="ungrouped and base were not measured on the same items"):
         page.standings(base, control, [control], ["pairs"])
+
+
+def test_arms_that_raced_apart_are_compared_in_the_metrics_that_are_named(tmp_path: Path) -> None:
+    script = runpy.run_path(str(tiny.ROOT / "docs" / "what_helps.py"))
+    made = entrants(tmp_path, {"base": 0.5, "ungrouped": 0.55, "good": 0.8}, 2)
+    for entrant in made.values():
+        for seed, run in enumerate(entrant.runs):
+            (run / "config.yaml").write_text(f"run_dir: {run}\nseed: {seed}\n")
+    words = [f"{name}={run}:encoder" for name, each in made.items() for run in each.runs]
+    table = script["of_race"]([*words, "pairs/average"])
+    whole = table[(table["part"].fillna("") == "") & (table["model"] == "good")]
+    assert [*whole["against"]] == ["base", "ungrouped"] and (whole["difference"] > 15).all()
+    with pytest.raises(ValueError, match="has no figure of pairs/other"):
+        script["of_race"]([*words, "pairs/other"])
+    with pytest.raises(ValueError, match="each in the same seeds"):
+        script["of_race"](words[1:])
