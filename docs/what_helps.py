@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import yaml
 from tabulate import tabulate
 
 from mclclip.report import race
@@ -52,7 +53,7 @@ def of_runs(arms: Sequence[str]) -> list[Row]:
     rows = []
     for arm in arms:
         name, folder, encoder = _parts(arm)
-        own = [row for row in Run.open(folder).result_rows if row.model == encoder]
+        own = [row for row in Run(folder).result_rows if row.model == encoder]
         own = [row for row in own if row.protocol.get("level") != "detail"]
         if not own:
             raise ValueError(f"{folder} has no results of {encoder}")
@@ -74,10 +75,8 @@ def _parts(arm: str) -> tuple[str, Path, str]:
 
 
 def _seed(folder: Path) -> int:
-    config = Run.open(folder).config
-    if config is None:
-        raise ValueError(f"{folder} has no config.yaml, which has the seed")
-    return config.seed
+    """The seed of a run, whose other options may be those of an earlier version."""
+    return int(yaml.safe_load((folder / "config.yaml").read_text())["seed"])
 
 
 def of_race(words: Sequence[str]) -> Any:
