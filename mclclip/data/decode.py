@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,8 @@ from PIL import Image, UnidentifiedImageError, features
 from mclclip.data.findings import LFS_POINTER
 
 logger = logging.getLogger("mclclip")
+# PIL warns of large, palette and damaged pictures, which are handled here.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 MAX_IMAGE_PIXELS = 100_000_000
 """Most pixels (width x height) of an image, unless an option says otherwise."""
@@ -57,12 +58,8 @@ _SUFFIXES = {
     "JPEG2000": ("jp2", "j2k"),
 }
 _CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # a build of Pillow may lack these
-_KNOWN_FEATURES = (*features.modules, *features.codecs)
-FORMATS = tuple(
-    name
-    for name, feature in ((name, _CODECS.get(name)) for name in _SUFFIXES)
-    if feature is None or (feature in _KNOWN_FEATURES and features.check(feature))
-)
+_AVAILABLE = {*features.get_supported()}
+FORMATS = tuple(name for name in _SUFFIXES if _CODECS.get(name, "pil") in _AVAILABLE)
 IMAGE_EXTENSIONS = tuple(suffix for name in FORMATS for suffix in _SUFFIXES[name])
 """Suffixes of the pictures that are read, without their dot and in lower case."""
 
@@ -114,9 +111,6 @@ class DecodeError(ValueError):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
-
-    def __reduce__(self) -> tuple[type[DecodeError], tuple[str, str]]:
-        return type(self), (self.reason, self.detail)
 
 
 def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
@@ -233,7 +227,7 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     Type and size are checked in the header (of numpy's versions 1 and 2) before any pixel is read;
     nothing is ever unpickled. Raises `DecodeError`, for another type or shape ``unsupported``.
     """
-    with _quiet_warnings(), _as_decode_error():
+    with _as_decode_error():
         file = io.BytesIO(data)
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -246,8 +240,7 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
             raise DecodeError("unsupported", f"{kind} {list(shape)}, wanted uint8 [H, W, channels]")
         if min(shape) < 1:
             raise DecodeError("broken", f"an array {list(shape)}")
-        _check_pixels(shape[1], shape[0], max_image_pixels)
-        _check_aspect(shape[1], shape[0])
+        _check_size(shape[1], shape[0], max_image_pixels)
         num_pixels, num_bytes = shape[0] * shape[1] * shape[2], len(data) - file.tell()
         if num_bytes != num_pixels:
             reason = "truncated" if num_bytes < num_pixels else "broken"
@@ -263,17 +256,13 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
         raise DecodeError("empty", "zero bytes")
     if data.startswith(LFS_POINTER):
         raise DecodeError("lfs_pointer", "run 'git lfs pull' in its repository")
-    with _quiet_warnings(), _as_decode_error():
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width < 1 or height < 1:
-                raise DecodeError("broken", f"{width} x {height} pixels")
-            _check_pixels(width, height, max_image_pixels)
-            if data.startswith(_JPEG_MAGIC):
-                # Decoders work on whole blocks of 8 x 8 pixels.
-                _check_scans(data, -(-width // 8) * -(-height // 8) * 64, max_image_pixels)
-            _check_aspect(width, height)
-            yield image
+    with _as_decode_error(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        width, height = image.size
+        _check_size(width, height, max_image_pixels)
+        if data.startswith(_JPEG_MAGIC):
+            # Decoders work on whole blocks of 8 x 8 pixels.
+            _check_scans(data, -(-width // 8) * -(-height // 8) * 64, max_image_pixels)
+        yield image
 
 
 def upright_rgb(image: Any) -> Any:
@@ -318,12 +307,11 @@ def _transparent(image: Image.Image) -> Image.Image | None:
     return layered if int(lowest) < 255 else None  # type: ignore[arg-type]
 
 
-def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:
+def _check_size(width: int, height: int, max_image_pixels: int) -> None:
+    if min(width, height) < 1:
+        raise DecodeError("broken", f"{width} x {height} pixels")
     if width * height > max_image_pixels:
         raise DecodeError("bomb", f"{width} x {height} pixels, allowed are {max_image_pixels}")
-
-
-def _check_aspect(width: int, height: int) -> None:
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise DecodeError("thin", f"{width} x {height} pixels")
 
@@ -406,32 +394,3 @@ def _as_decode_error() -> Iterator[None]:
             word in lowered for word in ("truncated", "not enough", "end of file")
         )
         raise DecodeError("truncated" if cut else "broken", text) from error
-
-
-_lock = threading.Lock()
-_num_decoding = 0
-_saved_warnings: warnings.catch_warnings[None] | None = None
-
-
-@contextmanager
-def _quiet_warnings() -> Iterator[None]:
-    """Ignores PIL's warnings about large, palette and damaged images, which are handled here.
-
-    It counts the running decodes of all threads, since `warnings.catch_warnings` is not
-    thread-safe: two overlapping uses may turn warnings off for the rest of the program.
-    """
-    global _num_decoding, _saved_warnings
-    with _lock:
-        if _num_decoding == 0:
-            _saved_warnings = warnings.catch_warnings()
-            _saved_warnings.__enter__()
-            warnings.simplefilter("ignore")
-        _num_decoding += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_decoding -= 1
-            if _num_decoding == 0 and _saved_warnings is not None:
-                _saved_warnings.__exit__(None, None, None)
-                _saved_warnings = None
