@@ -31,10 +31,6 @@ from mclclip.util.options import protocol_of
 log = logging.getLogger("mclclip")
 
 UID = np.dtype("u8,u8")
-MAX_METADATA_BYTES = 1 << 32
-"""Most bytes of one parquet file, before compression."""
-
-MAX_METADATA_ROWS = 1 << 26
 UIDS_AT_ONCE = 1 << 20
 _HEX = "^[0-9a-fA-F]{1,32}$"
 
@@ -150,48 +146,21 @@ def read_uids(stored: StoredFile, keys: Sequence[str], remote: Remote) -> list[s
     Raises ValueError for a file that is no parquet or has no keys, and the errors of
     ``open_whole``.
     """
-    where = printable(stored.path)
     with open_whole(stored, remote) as file:
         try:
             parquet = pq.ParquetFile(file)
-            names = parquet.schema_arrow.names
-            columns = ["key", *dict.fromkeys(n for n in names if n == "uid")]
-            _check_columns(parquet.metadata, names, columns, where)
-            table = parquet.read(columns=columns, use_threads=False)
+            names = [name for name in ("key", "uid") if name in parquet.schema_arrow.names]
+            table = parquet.read(columns=names, use_threads=False)
             table.validate(full=True)  # raises for text that is not UTF-8
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            texts = pa.schema([(name, pa.large_string()) for name in names])
+            columns = table.cast(texts).combine_chunks().to_pydict()
+            uid_of = dict(zip(columns["key"], columns.get("uid", ()), strict=False))
+        except (pa.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:
             raise ValueError(
-                f"{where} cannot be read as parquet ({message_of(error)}): fetch it again"
+                f"{printable(stored.path)} cannot be read as parquet of keys and uids "
+                f"({message_of(error)}): fetch it again"
             ) from error
-    if not _is_text(table["key"].type):
-        raise ValueError(f"{where} has keys of type {table['key'].type}, wanted text")
-    if "uid" not in columns or not _is_text(table["uid"].type):
-        return [None] * len(keys)
-    all_keys = table["key"].cast(pa.large_string()).combine_chunks()
-    rows = pc.index_in(pa.array(keys, pa.large_string()), value_set=all_keys)
-    texts: list[str | None] = table["uid"].cast(pa.large_string()).take(rows).to_pylist()
-    return texts
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _check_columns(metadata: Any, names: Sequence[str], columns: Sequence[str], where: str) -> None:
-    """Raises ValueError unless each of ``columns`` is there once, and the file is not too large."""
-    for name in columns:
-        if (number := names.count(name)) != 1:
-            there = ", ".join(names[:50])
-            raise ValueError(f"{where} has {number or 'no'} column {name}, it has {there}")
-    # Sizes of single columns are not read: damage in their statistics makes pyarrow abort.
-    groups = range(metadata.num_row_groups)
-    size = sum(metadata.row_group(number).total_byte_size for number in groups)
-    if metadata.num_rows > MAX_METADATA_ROWS or size > MAX_METADATA_BYTES:
-        raise ValueError(
-            f"{where} has {metadata.num_rows:,} rows and {size:,} bytes, which is too much for one "
-            "shard"
-        )
+    return [uid_of.get(key) for key in keys]
 
 
 # --- a filter --------------------------------------------------------------------------------
