@@ -37,11 +37,11 @@ REASONS = {
     "bad_name": "tar members whose name gives no key, and files and folders whose name is not "
     "UTF-8, left out",
     "other_member": "tar members that are neither pictures nor captions, left out",
-    "sparse_member": "tar members stored without their holes (tar --sparse), left out",
     "link_member": "tar members that are links to files, left out: write the files themselves (tar "
     "--dereference --hard-dereference)",
     "truncated_shard": "shards cut short: what comes before the cut is used",
-    "damaged_shard": "shards with a broken header: what comes before it is used",
+    "damaged_shard": "shards with a broken header, or a member stored without its holes (tar "
+    "--sparse): what comes before it is used",
     "data_after_end": "shards with data after their end mark (joined tars?), which is not read",
     "unreadable_shard": "shards that are no tar files, left out",
     "empty_shard": "shards without members",

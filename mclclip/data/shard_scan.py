@@ -413,9 +413,8 @@ def group_members(
     try:
         for member in read_members(file):
             split = None if len(member.name) > MAX_NAME else split_member_name(member.name)
-            unread = "sparse_member" if member.sparse else "link_member" if member.link else None
-            if unread or (split is None and not _METADATA.match(member.name)):
-                reason = unread or "bad_name"
+            if member.link or (split is None and not _METADATA.match(member.name)):
+                reason = "link_member" if member.link else "bad_name"
                 cut = f"{member.name[:100]}... ({len(member.name)} characters)"
                 name = ascii(member.name if len(member.name) <= MAX_NAME else cut)
                 findings.add(reason, f"{name} in {printable(path)}")

@@ -24,16 +24,14 @@ MAX_EXTENSION_BYTES = 1 << 20
 MAX_EXTENSIONS = 16
 """Most such headers before one member; writers use at most four."""
 
-_MAX_SPARSE_BLOCKS = 1 << 16  # headers of a sparse member, each of 21 pieces
 _MAX_SIZE = 2**63 - 1
 _LOOKED_AT_AFTER_END = 2 * 10_240
 _ZEROS = bytes(BLOCK_BYTES)
 _NUMBERS = ((100, 108), (108, 116), (116, 124), (136, 148), (329, 337), (337, 345))
 _PAX_LENGTH = re.compile(rb"([1-9][0-9]{0,6}) ")
-_FILES, _SPARSE, _WITHOUT_DATA = (b"0", b"\0", b"7"), b"S", (b"1", b"2", b"3", b"4", b"5", b"6")
+_FILES, _WITHOUT_DATA = (b"0", b"\0", b"7"), (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")  # hard and symbolic
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_FOR_ALL = b"L", b"K", (b"x", b"X"), b"g"
-_OF_GNU = (_SPARSE, _LONG_NAME, _LONG_LINK)
 
 
 class TarFault(Exception):
@@ -48,8 +46,7 @@ class TarFault(Exception):
 class Member:
     """A regular file or a link in a tar: its content is ``size`` bytes at ``offset``.
 
-    sparse  it is stored without its holes, so that these bytes are not its content
-    link    it is a link, which has no content
+    link  it is a link, which has no content
 
     In a name that is not UTF-8, surrogates stand for the other bytes.
     """
@@ -57,7 +54,6 @@ class Member:
     name: str
     offset: int
     size: int
-    sparse: bool
     link: bool = False
 
 
@@ -101,9 +97,8 @@ class _Reader:
         # If several headers have the member's name or size, the first one counts.
         name: str | None = None
         size: int | None = None
-        sparse = False
         for _ in range(MAX_EXTENSIONS + 1):
-            kind, header_name, header_size, has_more = self._header()
+            kind, header_name, header_size = self._header()
             if kind not in (_LONG_NAME, _LONG_LINK, _PAX_FOR_ALL, *_PAX):
                 break
             if header_size > MAX_EXTENSION_BYTES:
@@ -114,10 +109,10 @@ class _Reader:
             if kind in (_LONG_NAME, _LONG_LINK):
                 continue
             records = self._records(data[:header_size])
-            sparse |= any(key.startswith(b"GNU.sparse.") for key in records)
-            of_one = sparse or not records.keys().isdisjoint((b"path", b"size"))
-            if kind == _PAX_FOR_ALL and of_one:
-                raise self._damage("one path, size or sparse form for all members")
+            if any(key.startswith(b"GNU.sparse.") for key in records):
+                raise self._damage("a member stored without its holes")
+            if kind == _PAX_FOR_ALL and not records.keys().isdisjoint((b"path", b"size")):
+                raise self._damage("one path or size for all members")
             if b"path" in records and name is None:
                 name = records[b"path"].decode("utf-8", "surrogateescape").rstrip("/")
             if b"size" in records and size is None:
@@ -127,21 +122,18 @@ class _Reader:
         else:
             raise self._damage(f"more than {MAX_EXTENSIONS} headers before one member")
         size = header_size if size is None else size
-        if has_more:
-            self._skip_sparse_headers()
         offset = self._at
         is_folder = kind == b"\0" and header_name.endswith("/")  # in tars older than POSIX
         if kind in _LINKS:
-            return Member(header_name if name is None else name, offset, 0, False, link=True)
+            return Member(header_name if name is None else name, offset, 0, link=True)
         if kind in _WITHOUT_DATA or is_folder:
             return None
         if offset + size > self._size:
             raise TarFault("truncated_shard", f"{size} bytes at byte {offset} of {self._size}")
         self._at = offset + _pad(size)
-        sparse |= kind == _SPARSE
-        if not sparse and kind not in _FILES:
+        if kind not in _FILES:
             return None
-        return Member(header_name if name is None else name, offset, size, sparse)
+        return Member(header_name if name is None else name, offset, size)
 
     def _records(self, data: bytes) -> dict[bytes, bytes]:
         """Parses the ``LENGTH KEY=VALUE`` lines of a pax header; the last line of a key counts."""
@@ -158,18 +150,9 @@ class _Reader:
             at = end
         return records
 
-    def _skip_sparse_headers(self) -> None:
-        for _ in range(_MAX_SPARSE_BLOCKS):
-            if not self._read(BLOCK_BYTES)[504]:
-                return
-        raise self._damage("a sparse member in too many pieces")
-
-    def _header(self) -> tuple[bytes, str, int, bool]:
-        """Reads the next header; raises TarFault if it is damaged.
-
-        Returns the kind, name and size of a member, and True if more headers of a sparse one
-        follow.
-        """
+    def _header(self) -> tuple[bytes, str, int]:
+        """Reads the kind, name and size of the next header; raises TarFault if it is damaged, or is
+        that of a member that is stored without its holes (tar --sparse)."""
         block = self._read(BLOCK_BYTES)
         if not _checksum_fits(block):
             raise self._damage("a wrong checksum")
@@ -177,12 +160,14 @@ class _Reader:
             if _number(block[start:stop]) is None:
                 raise self._damage(f"no number at byte {start} of a header")
         kind, size = block[156:157], _number(block[124:136])
+        if kind == b"S":
+            raise self._damage("a member stored without its holes")
         if size is None or not 0 <= size <= _MAX_SIZE:
             raise self._damage(f"the size {block[124:136]!r}")
         name, prefix = _text(block[:100]), _text(block[345:500])
-        if prefix and kind not in _OF_GNU:
+        if prefix and kind not in (_LONG_NAME, _LONG_LINK):
             name = f"{prefix}/{name}"
-        return kind, name, size, kind == _SPARSE and bool(block[482])
+        return kind, name, size
 
     def _read(self, size: int) -> bytes:
         """Reads the next ``size`` bytes; raises TarFault if the file ends before."""

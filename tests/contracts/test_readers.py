@@ -45,7 +45,6 @@ ELSEWHERE = {
     "no_attribute": "unit/data/test_attributes.py", "no_field": "unit/data/test_caption_fields.py",
     "large_image": "unit/data/test_tar_members.py",
     "large_caption": "unit/data/test_tar_members.py",
-    "sparse_member": "unit/data/test_tar_members.py",
     "link_member": "unit/data/test_tar_members.py",
     "truncated_shard": "unit/test_index.py", "damaged_shard": "unit/test_index.py",
     "data_after_end": "unit/data/test_shard_scan.py", "unreadable_shard": "unit/test_index.py",
