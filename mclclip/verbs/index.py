@@ -59,7 +59,7 @@ from mclclip.run.artifacts import (
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util.files import move_aside, printable, records_of, remove_leftovers
-from mclclip.util.options import prefix_errors, protocol_of
+from mclclip.util.options import prefix_errors
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -118,21 +118,18 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
     shown = progress(scans, total=len(to_scan), description="index")
     with closing(scans):
         for shard, scan in zip(to_scan, shown, strict=True):
-            if shard.digest and is_finished(directory) and scan.digest != shard.digest:
-                raise ValueError(
-                    f"shard {printable(shard.path)} has changed since it was indexed: restore it, "
-                    "or use --force"
-                )
             rows.append(scan.rows)
             scanned.append(dataclasses.replace(shard, digest=scan.digest))
             findings.merge(scan.findings)
             for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
                 left_out[shard.source][reason] += entry["count"]
-    _check_faults(findings, len(indexed) + len(new), config.data.max_bad_fraction)
+    bound = config.data.max_bad_fraction
+    _check_share(findings.only(UNREADABLE), len(indexed) + len(new), bound)
     shards = [*indexed[:num_kept], *scanned]
     table, shards = join_rows(table, rows, shards, len(indexed), findings, config.data)
     findings.settle_lines(len(table))
-    _check_lost(findings, len(table), config.data.max_bad_fraction)
+    lost = findings.only(["duplicate_key"])
+    _check_share(lost, len(table) + lost.total(), bound)
     if num_kept == 0 and is_finished(directory):
         # The shards are unchanged, so another choice of samples comes from the parquets.
         keys = read_table(directory)["key"]
@@ -146,25 +143,13 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
     _log_summary(manifest, findings, len(to_scan), config.reads_captions or not config.trainings)
 
 
-def _check_faults(findings: Findings, num_shards: int, bound: float) -> None:
-    """Raises ValueError if too many of the shards are broken off or unreadable."""
-    faults = findings.only(UNREADABLE)
-    if faults.total() > bound * num_shards:
+def _check_share(lost: Findings, whole: int, bound: float) -> None:
+    """Raises ValueError if a larger share of ``whole`` shards or samples is lost than ``bound``."""
+    if lost.total() > bound * whole:
         raise ValueError(
-            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
-            f"data.max_bad_fraction={bound} allows {int(bound * num_shards)}: "
-            f"{'; '.join(faults.lines())}. Fetch them again or leave them out of "
+            f"{lost.total()} of {whole} shards or samples are lost, data.max_bad_fraction={bound} "
+            f"allows {int(bound * whole)}: {'; '.join(lost.lines())}. Mend them, leave them out of "
             "data.sources, or raise data.max_bad_fraction"
-        )
-
-
-def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:
-    """Raises ValueError if too many samples are left out because an earlier one has their key."""
-    lost = findings.only(["duplicate_key"])
-    if lost.total() > bound * (num_samples + lost.total()):
-        raise ValueError(
-            f"{'; '.join(lost.lines())}: data.max_bad_fraction={bound} allows "
-            f"{int(bound * (num_samples + lost.total()))}; that bound may be raised"
         )
 
 
@@ -181,9 +166,9 @@ def _compare_with_index(
             read_manifest(directory, KIND).check(directory, SHARDS)
         old = read_shards(directory)  # of an unfinished index too
         indexed = before = _follow(old, configured, data)
-        new = _new_shards(indexed, configured, directory)
-        if is_finished(directory):
+        if old:
             check_shards(directory, indexed, data)
+        new = _new_shards(indexed, configured, directory)
         if old and new and force is Remake.NOTHING and any(directory.parent.glob("stage_*")):
             raise ValueError(
                 f"{count_of(len(new), 'shard')} came to data.sources after the run began, such as "
@@ -398,42 +383,26 @@ def _new_shards(
     """Returns the configured shards that the index lacks. If the keys of their source contain the
     names of shards, they get such names too.
 
-    Raises FileNotFoundError for an indexed shard that is missing; ValueError for one that has
-    changed or is not configured any more, and for a new one that lies in another folder.
+    Raises ValueError for an indexed shard that is configured otherwise or not any more, and for a
+    new one that lies in another folder.
     """
     by_name = {(shard.source, shard.path): shard for shard in configured}
+    folders: dict[str, set[str]] = {}
     for old in indexed:
         now = by_name.pop((old.source, old.path), None)
         where = old.describe(directory)
-        if now is None and protocol_of(old.path) is None and not os.path.exists(old.path):
-            raise FileNotFoundError(
-                f"{where} is not on disk any more: put it back, or "
-                "set data.sources to where it lies now and call 'mclclip index'"
-            )
-        if difference := _difference(old, now):
-            raise ValueError(f"{where} {difference}")
-    folders: dict[str, set[str]] = {}
-    for shard in indexed:
-        if shard.name:
-            folders.setdefault(shard.source, set()).add(shard.folder)
+        if now is None:
+            raise ValueError(f"{where} is not in data.sources any more: name it again")
+        for name, was, is_now in (
+            ("captions=", old.captions, now.captions),
+            ("attributes=", list(old.attributes), list(now.attributes)),
+            ("subset of digest ", old.subset[:12] or None, now.subset[:12] or None),
+        ):
+            if was != is_now:
+                raise ValueError(f"{where} was indexed with {name}{was}, now {is_now}")
+        if old.name:
+            folders.setdefault(old.source, set()).add(old.folder)
     return [_keep_name(shard, folders.get(shard.source, set())) for shard in by_name.values()]
-
-
-def _difference(old: Shard, now: Shard | None) -> str | None:
-    """Says how a shard differs from the indexed one, such as 'was indexed with ...', or None."""
-    if now is None:
-        return "is not in data.sources any more: name it again"
-    if now.size_bytes != old.size_bytes:
-        sizes = f"{old.size_bytes} bytes when it was indexed, now {now.size_bytes}"
-        return f"had {sizes}: restore it"
-    for name, was, is_now in (
-        ("captions=", old.captions, now.captions),
-        ("attributes=", list(old.attributes), list(now.attributes)),
-        ("subset of digest ", old.subset[:12] or None, now.subset[:12] or None),
-    ):
-        if was != is_now:
-            return f"was indexed with {name}{was}, now {is_now}"
-    return None
 
 
 def _keep_name(shard: Shard, folders: Set[str]) -> Shard:

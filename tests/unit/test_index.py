@@ -101,7 +101,7 @@ def test_what_is_left_out_is_counted_listed_and_logged_up_to_a_bound(
     (shards / "06.tar").write_bytes(absurd + good)
     (shards / "07.tar").write_bytes(hostile_tars.member("7.jpg", b"i") + absurd + good)
     source = str(shards / "*.tar")
-    with pytest.raises(ValueError, match="3 of 8 shards cannot be read to their end") as caught:
+    with pytest.raises(ValueError, match="3 of 8 shards") as caught:
         run(tmp_path / "run", s=source)
     for word in ("data.max_bad_fraction=0.01 allows 0", str(cut), f"{shards}/06.tar"):
         assert word in str(caught.value)
