@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from urllib.parse import unquote
 
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
@@ -26,7 +25,6 @@ from mclclip.util.files import Roots, read_bounded
 
 log = logging.getLogger("mclclip")
 
-FILE_URL = "file://"
 _ABSOLUTE = re.compile(r"/|[A-Za-z]:/")
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 """Numbers of errors of one file or folder, which too many open files are not."""
@@ -311,45 +309,23 @@ def _read_captions(
 
 
 def explain_missing(folder: Path, name: str) -> str | None:
-    """Says why ``folder`` has no file of this name; None if it has no similar name.
+    """Says how the missing file ``name`` is spelt in ``folder``; None if no file is called so.
 
-    It knows the usual causes: file:// urls, another Unicode form (macOS stores letters and accents
-    apart), capital letters, and a missing suffix.
+    It may have another suffix, other capital letters, or another Unicode form, as macOS stores
+    letters and accents apart.
     """
-    plain, causes = name, []
-    if plain.startswith("file:/"):  # pathlib makes one slash of two
-        plain = "/" + unquote(plain).removeprefix("file:").lstrip("/")
-        causes.append(f"it begins with {FILE_URL}, which is no part of a name")
     place = folder
-    for part in Path(plain).parts:
-        near = place / part
-        if not os.path.exists(near):
-            if os.path.islink(near):
-                return f"{near} is a link to nothing: {os.readlink(near)}"
-            nearest = _nearest(place, part)
-            if nearest is None:
-                return None
-            near, cause = nearest
-            causes.append(f"{cause} ({near})")
-        place = near
-    return f"{name} is not there under this name: {'; '.join(causes)}" if causes else None
-
-
-def _nearest(folder: Path, part: str) -> tuple[Path, str] | None:
-    """Finds the entry of a folder that is spelt like ``part`` except for one cause; or None."""
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    for cause, spell in (
-        ("the file's name has another Unicode form", _composed),
-        ("the file's name has other capital letters", lambda text: _composed(text).casefold()),
-    ):
-        for entry in entries:
-            if spell(entry.name) == spell(part):
-                return entry, cause
-    for entry in entries:
-        if _composed(entry.stem) == _composed(part):
-            return entry, f"the file's name ends with {entry.suffix}"
+    for part in Path(name).parts:
+        entries = sorted(place.iterdir()) if place.is_dir() else []
+        alike = [e for e in entries if _spelling(part) in (_spelling(e.name), _spelling(e.stem))]
+        exact = [entry for entry in alike if entry.name == part]
+        if not alike:
+            return None
+        place = (exact or alike)[0]
+    if place.exists() and place != folder / name:
+        return f"{name} is there as {place}, with other letters, accents or another suffix"
     return None
 
 
-def _composed(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
+def _spelling(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

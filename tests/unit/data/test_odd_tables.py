@@ -300,20 +300,13 @@ def test_shards_of_an_unfinished_pack_are_refused(folder: Path) -> None:
 NFC, NFD = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
 
 
-def test_the_cause_is_said(tmp_path: Path) -> None:
+def test_the_spelling_on_disk_is_said(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / f"caf{NFD}.jpg").touch()
-    (tmp_path / "l.jpg").symlink_to(tmp_path / "gone.jpg")
     (tmp_path / "a.jpg").touch()
-    for name, cause in (
-        (f"sub/caf{NFC}.jpg", "Unicode form"),
-        (f"file://{tmp_path}/sub/caf{NFD}.jpg", "file://"),
-        (f"sub/caf{NFD}", ".jpg"),
-        (f"SUB/caf{NFC}.JPG", "capital letters"),
-        ("l.jpg", "a link to nothing"),
-    ):
+    for name in (f"sub/caf{NFC}.jpg", f"sub/caf{NFD}", f"SUB/caf{NFC}.JPG"):
         explained = explain_missing(tmp_path, name)
-        assert explained is not None and cause in explained
+        assert explained is not None and f"sub/caf{NFD}.jpg" in explained
     for name in ("a.jpg", "b.jpg", "sub/a.jpg", "", "..", "a.jpg/b"):
         assert explain_missing(tmp_path, name) is None
 
