@@ -55,12 +55,10 @@ def _table(name: str, key: str) -> dict[str, str]:
 class Edit:
     """A changed caption.
 
-    rule     the rule that made it, for example 'colour'
     text     the changed caption
     phrases  lower-case words or phrases that make it false: the new word and words of equal meaning
     """
 
-    rule: str
     text: str
     phrases: tuple[str, ...]
 
@@ -116,13 +114,9 @@ class _Words:
         return text + self.caption[at:]
 
 
-_Changed = tuple[str, tuple[str, ...]]
-"""``Edit.text`` and ``Edit.phrases``."""
-
-
 def _instead(
     words: _Words, first: int, stop: int, others: Mapping[str, Sequence[str]]
-) -> Iterator[_Changed]:
+) -> Iterator[Edit]:
     """Yields one changed caption for each replacement of the words [first, stop).
 
     ``others`` maps a replacement to phrases that mean the same. A replacement is skipped if the
@@ -130,7 +124,7 @@ def _instead(
     """
     for other, phrases in others.items():
         if not {*other.split()} <= words.present and not words.present & {*phrases}:
-            yield words.replace({(first, stop): other}), (other, *phrases)
+            yield Edit(words.replace({(first, stop): other}), (other, *phrases))
 
 
 def _also(*others: str) -> dict[str, Sequence[str]]:
@@ -141,7 +135,7 @@ def _also(*others: str) -> dict[str, Sequence[str]]:
 # --- rules -------------------------------------------------------------------------------------
 
 
-def _colour(words: _Words) -> Iterator[_Changed]:
+def _colour(words: _Words) -> Iterator[Edit]:
     lists, families = _lists("colour"), _table("colour", "families")
     present = {families[word] for word in words.words if word in families}
     if words.present & {*lists["not_in"]}:
@@ -176,7 +170,7 @@ def _is_colour(words: _Words, number: int) -> bool:
     return thing not in _lists("people")  # not "a black man", but "a man in black"
 
 
-def _number(words: _Words) -> Iterator[_Changed]:
+def _number(words: _Words) -> Iterator[Edit]:
     lists = _lists("number")
     values = lists["values"]
     if words.present & {*lists["not_in"]}:
@@ -189,7 +183,7 @@ def _number(words: _Words) -> Iterator[_Changed]:
                 yield from _instead(words, number, number + 1, near)
 
 
-def _size(words: _Words) -> Iterator[_Changed]:
+def _size(words: _Words) -> Iterator[Edit]:
     lists, people = _lists("size"), {*_lists("people")}
     for number, word in enumerate(words.words):
         thing = words.content(number)
@@ -199,7 +193,7 @@ def _size(words: _Words) -> Iterator[_Changed]:
             yield from _instead(words, number, number + 1, _also(*others))
 
 
-def _material(words: _Words) -> Iterator[_Changed]:
+def _material(words: _Words) -> Iterator[Edit]:
     lists, families = _lists("material"), _table("material", "families")
     for number, word in enumerate(words.words):
         thing = words.content(number)
@@ -210,7 +204,7 @@ def _material(words: _Words) -> Iterator[_Changed]:
                 yield from _instead(words, number, number + 1, meant)
 
 
-def _spatial(words: _Words) -> Iterator[_Changed]:
+def _spatial(words: _Words) -> Iterator[Edit]:
     instead = _lists("spatial")["instead"]
     for first in range(len(words)):
         for stop in (first + 3, first + 2, first + 1):
@@ -237,7 +231,7 @@ def _is_place(words: _Words, first: int, stop: int, phrase: str) -> bool:
     return bool(words.content(stop - 1)) and after not in lists["never_before"]
 
 
-def _action(words: _Words) -> Iterator[_Changed]:
+def _action(words: _Words) -> Iterator[Edit]:
     verbs = _lists("action")["forms"]
     forms = {form: (verb, n) for verb, words_of in verbs.items() for n, form in enumerate(words_of)}
     for number, word in enumerate(words.words):
@@ -248,7 +242,7 @@ def _action(words: _Words) -> Iterator[_Changed]:
             for other in _activities(words, number, verb):
                 if not words.present & {*verbs[other]}:
                     phrases = (*verbs[other], *_lists("also").get(other, ()))
-                    yield words.replace({(number, number + 1): verbs[other][form]}), phrases
+                    yield Edit(words.replace({(number, number + 1): verbs[other][form]}), phrases)
 
 
 def _is_verb(words: _Words, number: int, form: int) -> bool:
@@ -284,7 +278,7 @@ def _activities(words: _Words, number: int, verb: str) -> Sequence[str]:
     return ()
 
 
-def _swap(words: _Words) -> Iterator[_Changed]:
+def _swap(words: _Words) -> Iterator[Edit]:
     colours, materials = _table("colour", "families"), _table("material", "families")
     sizes = {size: size for size in _lists("swap")["sizes"]}
     near = [{*pair} for pair in _lists("colour")["close"]]
@@ -307,26 +301,27 @@ def _swap(words: _Words) -> Iterator[_Changed]:
             )
             if not alike:
                 new = words.replace({(i, i + 1): words[j], (j, j + 1): words[i]})
-                yield new, (f"{words[j]} {first}", f"{words[i]} {second}")
+                yield Edit(new, (f"{words[j]} {first}", f"{words[i]} {second}"))
 
 
-def _negation(words: _Words) -> Iterator[_Changed]:
+def _negation(words: _Words) -> Iterator[Edit]:
     lists = _lists("negation")
     if words.present & {*lists["already"]} or "n't" in words.caption:
         return
     for number, word in enumerate(words.words[1:], 1):
         before, after = words[number - 1], words.after(number)
         if word in ("is", "are") and after.endswith("ing") and before != "there":
-            yield words.replace({(number + 1, number + 1): "not"}), (f"not {after}",)
+            yield Edit(words.replace({(number + 1, number + 1): "not"}), (f"not {after}",))
         if word == "wearing" and before not in ("is", "are"):
-            yield words.replace({(number, number): "not"}), ("not wearing",)
+            yield Edit(words.replace({(number, number): "not"}), ("not wearing",))
         if word == "with" and after in ("a", "an") and before not in lists["without_not_after"]:
             held = words.after(number + 1)
             if held not in lists["without_not_before"] and not before.endswith("ed"):
-                yield words.replace({(number, number + 1): "without"}), (f"without {after} {held}",)
+                text = words.replace({(number, number + 1): "without"})
+                yield Edit(text, (f"without {after} {held}",))
 
 
-RULES: Mapping[str, Callable[[_Words], Iterator[_Changed]]] = {
+RULES: Mapping[str, Callable[[_Words], Iterator[Edit]]] = {
     "colour": _colour,
     "number": _number,
     "size": _size,
@@ -354,7 +349,7 @@ def check_rules(names: Sequence[str]) -> list[str]:
 
 def all_edits(rule: str, caption: str) -> list[Edit]:
     """Every edit that a rule makes of a caption, in the order of the words; maybe none."""
-    return [Edit(rule, text, phrases) for text, phrases in RULES[rule](_Words(caption))]
+    return [*RULES[rule](_Words(caption))]
 
 
 def spoken(text: str) -> str:

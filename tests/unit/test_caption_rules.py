@@ -92,12 +92,13 @@ def test_a_draw_takes_from_every_rule_before_a_second_of_one() -> None:
     captions = ["Two men in red shirts sit on a wooden bench"]
     fitting = [rule for rule in RULES if false_edits(rule, captions, 0)]
     assert fitting == ["colour", "number", "material", "action"]
+    rule_of = {e.text: rule for rule in fitting for e in false_edits(rule, captions, 0)}
     first: set[str] = set()
     for key in range(40):
         edits = draw([*RULES], captions, 0, key, len(fitting))
-        assert sorted(edit.rule for edit in edits) == sorted(fitting)
+        assert sorted(rule_of[edit.text] for edit in edits) == sorted(fitting)
         assert [e.text for e in edits] == [e.text for e in draw([*RULES], captions, 0, key, 4)]
-        first.add(edits[0].rule)
+        first.add(rule_of[edits[0].text])
         assert draw([*RULES], captions, 0, key, 1) == edits[:1]
     assert first == {*fitting}
     every = draw([*RULES], captions, 0, 7, 1000)
