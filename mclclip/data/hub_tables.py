@@ -11,8 +11,9 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -23,27 +24,8 @@ _NAME = re.compile(r"hf:/+datasets/([^/@?*{]+/[^/@?*{]+)(?:@([^/?*{]+))?((?:/[^/
 _BATCH_ROWS = 100
 
 
-@dataclass(frozen=True)
-class HubSplit:
-    """A split of a data set of the hub, at the state of one ``commit``."""
-
-    name: str
-    commit: str
-    subset: str
-    split: str
-
-    @property
-    def url(self) -> str:
-        """The complete name, without the commit."""
-        return f"hf://datasets/{self.name}/{self.subset}/{self.split}"
-
-    def inputs(self) -> dict[str, str]:
-        """Returns the commit by the name, as the ``inputs`` of an artifact."""
-        return {self.url: self.commit}
-
-
-def open_split(source: Path, ask: Ask) -> tuple[HubSplit, Format]:
-    """Opens the data set that ``source`` names.
+def open_split(source: Path, ask: Ask) -> tuple[str, str, Format]:
+    """Opens the data set that ``source`` names; returns its complete name, and its commit.
 
     Raises ValueError if the name is none or the data set cannot be read, and the errors of ``ask``
     if it has several subsets or splits and the name does not choose one.
@@ -76,8 +58,10 @@ def open_split(source: Path, ask: Ask) -> tuple[HubSplit, Format]:
             f"{url} has no subset or split {words[0]!r}: it has the subsets {', '.join(subsets)}, "
             f"and {subset} the splits {', '.join(splits)}"
         )
-    origin = HubSplit(name, commit, subset, split)
-    return origin, _open(origin)
+    url = f"hf://datasets/{name}/{subset}/{split}"
+    with _one_line(url):
+        stream = datasets.load_dataset(name, subset, split=split, revision=commit, streaming=True)
+    return url, commit, _format(stream, name, split, url)
 
 
 def _choose(what: str, words: list[str], names: list[str], url: str, below: str, ask: Ask) -> str:
@@ -92,44 +76,36 @@ def _choose(what: str, words: list[str], names: list[str], url: str, below: str,
     raise ask(f"{url} has the {what}s {', '.join(names)}, choose one", f"{below}/{likely}")
 
 
-def _open(origin: HubSplit) -> Format:
-    import datasets
-
-    with _one_line(origin.url):
-        stream = datasets.load_dataset(
-            origin.name, origin.subset, split=origin.split, revision=origin.commit, streaming=True
-        )
+def _format(stream: Any, name: str, split: str, url: str) -> Format:
+    """Makes a format of the rows of a streamed split of the data set ``name``."""
+    with _one_line(url):
         # Otherwise pictures would be decoded, and their bytes lost.
         stream = stream.decode(False) if stream.features else stream
         first = list(itertools.islice(stream, _BATCH_ROWS))
         inferred = pa.RecordBatch.from_pylist(first).schema
         schema = stream.features.arrow_schema if stream.features else inferred
     splits = stream.info.splits or {}
-    count = splits[origin.split].num_examples if origin.split in splits else None
+    count = splits[split].num_examples if split in splits else None
 
     def batches() -> Iterator[pa.RecordBatch]:
-        with _one_line(origin.url):
+        with _one_line(url):
             rows = iter(stream)
             while examples := list(itertools.islice(rows, _BATCH_ROWS)):
                 yield pa.RecordBatch.from_pylist(examples, schema)
 
-    return arrow_format(
-        schema,
-        count or None,
-        lambda: [(origin.split, batches())],
-        lambda row: _fetch(row, origin),
-    )
+    fetch = partial(_fetch, name, url)
+    return arrow_format(schema, count or None, lambda: [(split, batches())], fetch)
 
 
-def _fetch(fields: Fields, origin: HubSplit) -> Fields:
+def _fetch(name: str, url: str, fields: Fields) -> Fields:
     """Reads the pictures that lie beside the table, in files of the same data set."""
     from datasets.utils.file_utils import xopen
 
-    beside = re.compile(rf"(zip://[^:]*::)?hf://datasets/{re.escape(origin.name)}@[^:]*")
+    beside = re.compile(rf"(zip://[^:]*::)?hf://datasets/{re.escape(name)}@[^:]*")
     for column, value in fields.items():
         is_missing = is_stored(value) and isinstance(value, dict) and value["bytes"] is None
         if is_missing and beside.fullmatch(path := str(value["path"])):
-            with _one_line(origin.url), xopen(path, "rb") as file:
+            with _one_line(url), xopen(path, "rb") as file:
                 data = file.read()
             fields[column] = {"bytes": data, "path": path.split("::")[0].rpartition("/")[2]}
     return fields

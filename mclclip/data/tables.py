@@ -98,11 +98,6 @@ class Table:
     inputs: Callable[[], dict[str, str]]
     fields: Callable[[Findings], Rows]
 
-    @property
-    def place(self) -> str:
-        """The absolute path of ``root``, or the url."""
-        return self.path if isinstance(self.path, str) else os.path.abspath(self.root)
-
     def rows(self, findings: Findings) -> Iterator[Row]:
         """Yields the rows in order, and counts faults of the files in ``findings``.
 
@@ -182,8 +177,8 @@ def open_table(
                 f"captions: {captions} is for a folder of pictures; a data set of the hub has them "
                 "in its own columns (--caption-column)"
             )
-        split, table = open_split(source, ask)
-        path, root, files, inputs = split.url, source, list[Path](), split.inputs
+        path, commit, table = open_split(source, ask)
+        root, files, inputs = source, list[Path](), partial(dict[str, str], {path: commit})
     else:
         root, files, table, delimiter = _open_files(source, captions, delimiter, allow_roots, ask)
         folders = [captions] if captions is not None and captions.is_dir() else []
@@ -193,12 +188,6 @@ def open_table(
         raise ValueError(f"{path} is empty: it names no columns")
     images = _image_column(path, root, table, path_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
-    for column in (images, *texts):
-        if (top := column.partition(".")[0]) in table.lacking:
-            raise ValueError(
-                f"{table.lacking[top]} has no column {column!r}, which {files[0]} has: name "
-                "their columns alike, or give those that have it"
-            )
     return Table(
         path=path,
         root=root,

@@ -47,7 +47,7 @@ from mclclip.data.shard_writer import (
 )
 from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, find_pictures_of, open_table, usable_rows
-from mclclip.run.artifacts import Artifact, Manifest, is_finished, read_manifest
+from mclclip.run.artifacts import Artifact, Manifest, find_damage, is_finished, read_manifest
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import advice
@@ -112,7 +112,7 @@ def pack(
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
     step = Shards(
-        images=table.place,
+        images=table.path if isinstance(table.path, str) else os.path.abspath(table.root),
         path_column=table.image_column,
         caption_column=tuple(table.caption_columns),
         samples_per_shard=samples_per_shard,
@@ -123,7 +123,13 @@ def pack(
         size=size,
     )
     from_folder = partial(_from_folder, table, source, command)
-    force = _force_for_arrived(table, out, from_folder, allow_roots, force)
+    if arrived := _arrived(table, out):
+        if force is not Remake.NOTHING:
+            force = Remake.ALL
+        log.warning(
+            "pack: pictures that were missing as %s was packed are there now, such as %s: --force "
+            "packs all again", out, arrived[0],
+        )  # fmt: skip
     return make_artifact(step, out, (table, source, from_folder), force)
 
 
@@ -249,15 +255,11 @@ def _explain_missing(table: Table, findings: Findings) -> str | None:
 def _describe_nothing_usable(table: Table, findings: Findings, from_folder: _FromFolder) -> str:
     """Returns the message for a table without a usable image, with the command that may help."""
     reasons = "; ".join(findings.lines()) or "it has no rows"
-    missing = findings.to_json().get("missing_image")
     if spelling := _explain_missing(table, findings):
         reasons += f". {spelling}"
-    elif missing and not table.holds_images:
-        name = missing["examples"][0]
-        there = [p for p in (Path(table.path).parent, table.root.parent) if isfile(p / name)]
-        folder = there[0] if there else Path("FOLDER")
-        where = f"they are below {folder}" if there else "if they lie in another FOLDER"
-        reasons += f". Its files are named from {table.root}; {where}: {from_folder(folder)}"
+    elif "missing_image" in findings.to_json() and not table.holds_images:
+        reasons += f". Its files are named from {table.root}; if they lie in another FOLDER: "
+        reasons += from_folder(Path("FOLDER"))
     return f"no usable image in {table.path}: {reasons}"
 
 
@@ -298,29 +300,15 @@ def _check(
             )
 
 
-def _force_for_arrived(
-    table: Table, out: Path, from_folder: _FromFolder, allow_roots: Sequence[Path], force: Remake
-) -> Remake:
-    """Returns ``force``, or ALL if pictures that were missing as ``out`` was packed are there now.
-
-    Without ``force`` it only logs them: they are no inputs, since pictures may be moved away after
-    they were packed.
-    """
-    if table.holds_images or os.path.isdir(table.path) or not is_finished(out):
-        return force
+def _arrived(table: Table, out: Path) -> list[str]:
+    """Returns pictures that were missing as ``out`` was packed, and are there now, of those that
+    its manifest names. They are no inputs, since pictures may be moved away after packing."""
+    if not is_finished(out) or find_damage(out):
+        return []
     findings = read_manifest(out, Shards.kind).counts["findings"]
-    counts = (findings.get(reason, {"count": 0}) for reason in ("missing_image", "unreadable"))
-    if not (missing := sum(int(entry["count"]) for entry in counts)):
-        return force
-    rows, _ = _join_rows(table, Roots(table.root, *allow_roots), from_folder, Findings())
-    paths = (table.root / row.path for row in rows)
-    arrived = missing - sum(not (isfile(path) and os.access(path, os.R_OK)) for path in paths)
-    if arrived > 0 and force is Remake.NOTHING:
-        log.warning(
-            "pack: %d pictures that were missing are there now, and not in %s: --force packs all "
-            "again", arrived, out,
-        )  # fmt: skip
-    return Remake.ALL if arrived > 0 and force is not Remake.NOTHING else force
+    reasons = findings.keys() & {"missing_image", "unreadable"}
+    names = (name for reason in reasons for name in findings[reason]["examples"])
+    return sorted(name for name in names if os.access(table.root / name, os.R_OK))
 
 
 def _join_rows(
