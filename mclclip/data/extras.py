@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from mclclip.data.samples import Tokenizer, cut_text, tokenize
 from mclclip.data.shard_scan import caption_fields, parse_captions
 from mclclip.run.artifacts import RunPaths, is_finished, read_manifest
 from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
-from mclclip.util.files import printable
+from mclclip.util.files import digest_of_64_bits, printable
 
 log = logging.getLogger("mclclip")
 SURVEYED = 512
@@ -45,7 +44,7 @@ class BaseFeatures:
     [D], which are of the centre crop, or 'text_features' [D] of the drawn caption. Stage 0's
     ``edited_features`` [h, D] of h edits of the drawn caption come if ``edits`` are given; rows of
     missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them, and
-    RuntimeError if another encoder wrote them, of a row that has values which are no numbers.
+    RuntimeError if another encoder wrote them.
     """
 
     reads_text = False
@@ -70,12 +69,6 @@ class BaseFeatures:
     ) -> dict[str, Tensor]:
         """Reads the embeddings of one sample."""
         stored = {n: rows.get(raw.sample_id, caption_number) for n, rows in self._stored.items()}
-        for name, row in stored.items():
-            if not np.isfinite(row).all():
-                raise RuntimeError(
-                    f"{self._stored[name].directory} has a row of NaN for sample {raw.sample_id}: "
-                    "run 'mclclip embed --force' with an encoder and a precision that give numbers"
-                )
         if self._edits is not None:
             rows = self._edits.get(raw.sample_id, caption_number)
             stored["edited_features"] = rows.reshape(self._per_caption, -1)
@@ -201,19 +194,13 @@ def report_edits(wanted: HardCaptions, index: SampleIndex, data: DataConfig, opt
             fitting += bool(edits)
             example = example or (edits and (caption, edits[0])) or None
     what = f"rules {', '.join(wanted.rule_names)}"
-    advice = "the rules are for English sentences; name others"
     if wanted.field is not None:
-        what = (
-            f"field {wanted.field!r}, in which {with_field:,} of {len(raws):,} samples have a text,"
-        )
-        advice = (
-            "wanted the name of a field of the samples' .json that has a string or a list of "
-            "strings, other ones than the captions"
-        )
+        what = f"field {wanted.field!r}, a text in {with_field:,} of {len(raws):,} samples,"
     if example is None:
         raise ValueError(
             f"{where}: {what} gave no wrong caption for any of {num_captions:,} captions, of "
-            f"{len(raws):,} samples that were looked at: {advice}, or leave hard_captions out"
+            f"{len(raws):,} samples that were looked at: name other rules, which are for English "
+            "sentences, or a field with a string or a list of strings that are not the captions"
         )
     shares = [f"{rule} {counts[rule] / num_captions:.1%}" for rule in wanted.rule_names]
     log.info(
@@ -258,7 +245,7 @@ class EqualityDigests:
         if CAPTION_DIGEST in self.names:
             digests[CAPTION_DIGEST] = caption_digest(captions[caption_number], self.clean)
         if PICTURE_DIGEST in self.names and self.index is None:
-            digests[PICTURE_DIGEST] = _digest(raw.image)
+            digests[PICTURE_DIGEST] = digest_of_64_bits(raw.image)
         elif PICTURE_DIGEST in self.names and self.index is not None:
             digests[PICTURE_DIGEST] = int(picture_marks(self.index, np.array([raw.sample_id]))[0])
         return {name: torch.tensor(digest) for name, digest in digests.items()}
@@ -276,11 +263,7 @@ def check_checksums(index: SampleIndex) -> None:
 
 def caption_digest(caption: str, clean: Callable[[str], str]) -> int:
     """Returns a digest of the cleaned caption, 64 bits as a signed number."""
-    return _digest(clean(cut_text(caption)).encode(errors="surrogatepass"))
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
+    return digest_of_64_bits(clean(cut_text(caption)).encode(errors="surrogatepass"))
 
 
 def picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:

@@ -25,10 +25,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from mclclip.data.bytes import Bytes
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run.artifacts import is_finished, read_manifest, verb_of
-from mclclip.util.files import message_of, parse_json, printable
+from mclclip.util.files import digest_of_64_bits, message_of, parse_json, printable
 from mclclip.util.options import brief
 
 log = logging.getLogger("mclclip")
@@ -67,26 +66,22 @@ _WANTED = (
 )
 
 
-@dataclass(frozen=True)
-class _Name:
-    """Says what a row stands for: a text, or a sample's key with the number of a caption (None: all
-    of them)."""
+_Name = tuple[int, bool, str]
+"""What a row stands for: its digest, True for the key of a sample, and the text or key itself."""
 
-    text: str | None = None
-    key: str | None = None
-    number: int | None = None
 
-    @property
-    def digest(self) -> int:
-        """A digest of 64 bits, as a signed number; texts and keys never share one by design."""
-        if self.key is not None:
-            return _digest(f"key\0{self.key}\0{'' if self.number is None else self.number}")
-        return _digest(f"text\0{' '.join((self.text or '')[:_MOST].split())[:_COMPARED]}")
+def _text_digest(text: str) -> int:
+    """A digest of a text; texts and keys never share one by design."""
+    return _digest(f"text\0{' '.join(text[:_MOST].split())[:_COMPARED]}")
+
+
+def _key_digest(key: str, number: int | None) -> int:
+    """A digest of a sample's key with the number of a caption (None: all of them)."""
+    return _digest(f"key\0{key}\0{'' if number is None else number}")
 
 
 def _digest(name: str) -> int:
-    data = name.encode(errors="surrogatepass")
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
+    return digest_of_64_bits(name.encode(errors="surrogatepass"))
 
 
 # --- the user's files ----------------------------------------------------------------------------
@@ -203,9 +198,9 @@ def _name(fields: Any, where: str) -> _Name:
     )
     whole = number is None or (type(number) is int and number >= 0)
     if isinstance(key, str) and whole:
-        return _Name(key=key, number=number)
+        return _key_digest(key, number), True, key
     if isinstance(text, str) and number is None:
-        return _Name(text=text)
+        return _text_digest(text), False, text
     raise ValueError(
         f"{where} has a row for {brief(fields)}: wanted a 'text', or a 'key' with "
         "or without the 'number' of a caption"
@@ -243,9 +238,15 @@ def write_text_rows(patterns: Sequence[str], folder: Path) -> dict[str, int]:
         at = 0
         for path in files:
             for names, rows in _blocks(path, width):
-                _refuse_useless(path, names, rows)
-                digests[at : at + len(names)] = [name.digest for name in names]
-                by_key[at : at + len(names)] = [name.key is not None for name in names]
+                useless = ~(np.isfinite(rows).all(axis=1) & rows.any(axis=1))
+                if useless.any():
+                    raise ValueError(
+                        f"text_rows: {path} has rows that hold NaN, infinity or nothing but zeros, "
+                        f"as that of {brief(names[int(useless.argmax())][2])}: embed these texts "
+                        "again, or leave the rows out"
+                    )
+                digests[at : at + len(names)] = [digest for digest, _, _ in names]
+                by_key[at : at + len(names)] = [is_key for _, is_key, _ in names]
                 append(rows)
                 at += len(names)
         unique, places = np.unique(digests, return_index=True)
@@ -260,18 +261,6 @@ def write_text_rows(patterns: Sequence[str], folder: Path) -> dict[str, int]:
     save_npy(folder / _PLACES, places.astype(np.int64))
     counts = {"rows": num_rows, "width": width, "by_key": int(by_key.sum())}
     return counts | {"repeated_texts": num_rows - len(unique)}
-
-
-def _refuse_useless(path: Path, names: Sequence[_Name], rows: npt.NDArray[Any]) -> None:
-    finite = np.isfinite(rows).all(axis=1)
-    useless = ~(finite & rows.any(axis=1))
-    if useless.any():
-        first = names[int(useless.argmax())]
-        raise ValueError(
-            f"text_rows: {path} has rows that hold NaN, infinity or nothing but zeros, as "
-            f"that of {brief(first.text if first.key is None else first.key)}: embed these texts "
-            "again, or leave the rows out"
-        )
 
 
 # --- the rows of a run ---------------------------------------------------------------------------
@@ -353,7 +342,7 @@ class TextRows:
 
     def find(self, texts: Sequence[str]) -> Integers:
         """Returns the places of the rows of N texts, [N]. Raises ValueError if one has no row."""
-        places = self._find([_Name(text=text) for text in texts])
+        places = self._find([*map(_text_digest, texts)])
         if missing := [text for text, place in zip(texts, places, strict=True) if place < 0]:
             raise ValueError(
                 f"{len(missing):,} of {len(texts):,} texts have no row in "
@@ -365,18 +354,18 @@ class TextRows:
 
     def has(self, text: str) -> bool:
         """Returns True if a text has a row of its own."""
-        return bool(self._find([_Name(text=text)])[0] >= 0)
+        return bool(self._find([_text_digest(text)])[0] >= 0)
 
     def find_caption(self, key: str, number: int, caption: str) -> int | None:
         """Returns the place of the row of a sample's caption; None if there is none.
 
         ``key`` is that of the index, 'source/key'; ``number`` counts the captions of the sample.
         """
-        names = [_Name(text=caption)]
+        digests = [_text_digest(caption)]
         if self.by_key:
             keys = (key, key.partition("/")[2])
-            names = [_Name(key=k, number=n) for k in keys for n in (number, None)] + names
-        places = self._find(names)
+            digests = [_key_digest(k, n) for k in keys for n in (number, None)] + digests
+        places = self._find(digests)
         return next((place for place in places.tolist() if place >= 0), None)
 
     def read(self, places: Sequence[int] | Integers) -> Tensor:
@@ -387,15 +376,15 @@ class TextRows:
             rows[here] = stored[numbers[here] - start]
         return torch.from_numpy(rows)
 
-    def _find(self, names: Sequence[_Name]) -> Integers:
-        """Returns the place of each name's row; -1: it has none."""
+    def _find(self, of_names: Sequence[int]) -> Integers:
+        """Returns the place of the row of each digest; -1: there is none."""
         if not self.folders:
             raise ValueError(
                 "the model reads rows of text embeddings in the place of texts, and there is no "
                 f"folder {KIND!r} beside it: put there what 'mclclip {verb_of(KIND)}' wrote, or "
                 f"give encode_text rows as a tensor [N, {self.width}]"
             )
-        own_digests = np.array([name.digest for name in names], np.int64)
+        own_digests = np.array(of_names, np.int64)
         row_places = np.full(len(own_digests), -1)
         for start, digests, places, _ in reversed(self._tables):
             at = np.minimum(np.searchsorted(digests, own_digests), len(digests) - 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -51,23 +52,6 @@ def with_path_in_errors(path: Path) -> Iterator[None]:
         if error.errno not in FULL or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-
-
-@contextmanager
-def full_disk_names(directory: Path, option: str) -> Iterator[None]:
-    """Turns the error of a full disk below ``directory`` into a ValueError that tells the user to
-    set ``option``, for example 'relocate.folder', which names this folder."""
-    try:
-        yield
-    except OSError as error:
-        path = Path(str(error.filename))
-        below = path.is_relative_to(directory) or directory.is_relative_to(path)
-        if error.errno not in FULL or not below:
-            raise
-        raise ValueError(
-            f"{error.filename} cannot be written ({error.strerror}): make room there, and the same "
-            f"command goes on, or name another disk in {option}"
-        ) from error
 
 
 @contextmanager
@@ -190,17 +174,13 @@ def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, ad
         )
 
 
-def move_aside(directory: Path, name: str | None = None) -> Path:
+def move_aside(directory: Path) -> Path:
     """Renames a directory out of the way; logs and returns the new path.
 
-    ``train`` becomes ``train.old-1``, or the next free number. With ``name`` it becomes the first
-    free one of ``name``, ``name_2``, ``name_3`` ...
+    ``train`` becomes ``train.old-1``, or the next free number.
     """
-    number, stem = 1, f"{name}_" if name else f"{directory.name}.old-"
-    aside = directory.with_name(name or f"{stem}1")
-    while aside.exists():
-        number += 1
-        aside = directory.with_name(f"{stem}{number}")
+    names = (directory.with_name(f"{directory.name}.old-{n}") for n in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
     os.rename(directory, aside)
     log.info("moved %s aside, to %s", directory, aside.name)
     return aside
@@ -361,6 +341,11 @@ def digest_file(path: Path) -> str:
     """Digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of_64_bits(data: bytes) -> int:
+    """Digest of bytes as a signed number of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
 def digest_array(array: np.ndarray) -> str:

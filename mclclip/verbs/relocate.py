@@ -27,12 +27,12 @@ import re
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,7 @@ from mclclip.util.remake import Remake
 log = logging.getLogger("mclclip")
 
 Integers = npt.NDArray[np.int64]
+T = TypeVar("T")
 _GROUPS = "grouped_index"  # a folder that is removed at the end
 _HEADERS_BYTES = 2048  # most bytes of tar headers per sample, for names of usual length
 _TAR_BYTES = 10_240  # at the end of every tar
@@ -128,8 +129,7 @@ class Relocated(Step[Relocation]):
     def make(self, out: Artifact, how: Relocation) -> Made:
         """Writes the missing shards, each rank some of them, and then the table."""
         data, context, index = how.config.data, how.context, how.index
-        with_option = files.full_disk_names(out.directory, "relocate.folder")
-        of, num_shards = collectives.on_main(with_option(partial(self._begin, out, how)))
+        of, num_shards = collectives.on_main(partial(self._begin, out, how))
         mine = range(context.rank, num_shards, context.world_size)
 
         def copy() -> None:
@@ -144,8 +144,8 @@ class Relocated(Step[Relocation]):
             finally:
                 _open_source.cache_clear()
 
-        collectives.raise_on_every_rank(with_option(copy), "relocate")
-        return collectives.on_main(with_option(partial(_write_table, of, num_shards, index)))
+        collectives.raise_on_every_rank(copy, "relocate")
+        return collectives.on_main(partial(_write_table, of, num_shards, index))
 
     def _begin(self, out: Artifact, how: Relocation) -> tuple[Copies, int]:
         """Checks inputs and free space, and writes the samples sorted by group, unless a killed
@@ -217,11 +217,12 @@ def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
         for number in range(num_shards):
             if (note := of.read_note(number)) is None:
                 raise RuntimeError(f"{of.tar(number)} is gone: run 'mclclip relocate' again")
-            records[shard_name(number)], left = note.record, left | note.left
-            if note.places:
-                places = np.array([*note.places.values()], np.int64)
+            records[shard_name(number)] = files.Record(**note["record"])
+            left |= _by_id(note["left"])
+            if note["places"]:
+                places = np.array([*note["places"].values()], np.int64)
                 file_number = np.full((len(places), 2, 1), len(index.shards) + number)
-                table[[*note.places]] = np.concatenate([file_number, places], axis=2)
+                table[[*_by_id(note["places"])]] = np.concatenate([file_number, places], axis=2)
         table.flush()
     total_bytes = sum(record.size_bytes for record in records.values())
     reasons = Counter(left.values())
@@ -253,20 +254,6 @@ def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
 
 
 @dataclass(frozen=True)
-class CopiedShard:
-    """The note on a written shard.
-
-    record  size and checksum of the tar
-    places  by sample_id [[offset, size, CRC-32] of the image, and the same of the captions]
-    left    by sample_id why a sample was not copied: 'truncated' or 'changed'
-    """
-
-    record: files.Record
-    places: dict[int, list[list[int]]]
-    left: dict[int, str]
-
-
-@dataclass(frozen=True)
 class Copies:
     """The arguments of ``write_shard`` that all shards share.
 
@@ -288,19 +275,22 @@ class Copies:
         return self.directory / shard_name(number)
 
     def note(self, number: int) -> Path:
-        """Path of the note on a shard, which exists if the shard is written."""
+        """Path of the note on a shard, which exists if the shard is written.
+
+        record  size and checksum of the tar
+        places  by sample_id [[offset, size, CRC-32] of the image, and the same of the captions]
+        left    by sample_id why a sample was not copied: 'truncated' or 'changed'
+        """
         return self.tar(number).with_suffix(".json")
 
-    def read_note(self, number: int) -> CopiedShard | None:
-        """Reads the note on a shard; None if the shard is not written or damaged."""
+    def read_note(self, number: int) -> dict[str, Any] | None:
+        """Reads the note on a shard; None if the shard is not written or has another size."""
         try:
-            fields = files.read_json(self.note(number))
-            record = files.Record(**fields["record"])
-            files.check_size(self.tar(number), record.size_bytes, "it is made again")
-            places = {int(i): place for i, place in fields["places"].items()}
-            return CopiedShard(record, places, {int(i): why for i, why in fields["left"].items()})
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+            note: dict[str, Any] = files.read_json(self.note(number))
+            files.check_size(self.tar(number), note["record"]["size_bytes"], "it is made again")
+        except (FileNotFoundError, RuntimeError):
             return None
+        return note
 
 
 class _Source:
@@ -344,14 +334,19 @@ def write_shard(of: Copies, number: int) -> dict[int, str]:
     start = number * of.samples_per_shard
     ids = np.asarray(source.sample_ids[start : start + of.samples_per_shard])
     note = of.read_note(number)
-    if note is None or len(note.places) + len(note.left) != len(ids):
+    if note is None:
         note = _write(of.tar(number), source, ids)
-        files.write_bytes(of.note(number), json.dumps(asdict(note)).encode())
-    return note.left
+        files.write_bytes(of.note(number), json.dumps(note).encode())
+    return _by_id(note["left"])
 
 
-def _write(path: Path, source: _Source, ids: Integers) -> CopiedShard:
-    """Writes the samples to a tar, and reads their offsets from its headers."""
+def _by_id(part: Mapping[Any, T]) -> dict[int, T]:
+    """Returns a part of a note by sample_id, for which JSON has texts."""
+    return {int(sample_id): value for sample_id, value in part.items()}
+
+
+def _write(path: Path, source: _Source, ids: Integers) -> dict[str, Any]:
+    """Writes the samples to a tar, and reads their offsets from its headers; returns the note."""
     places: dict[int, list[list[int]]] = {}
     left: dict[int, str] = {}
     members: dict[str, list[int]] = {}  # entries of ``places`` by the name of the member
@@ -376,4 +371,4 @@ def _write(path: Path, source: _Source, ids: Integers) -> CopiedShard:
             with open(file.name, "rb") as tar:
                 for member_header in read_members(tar):
                     members[member_header.name][0] = member_header.offset
-    return CopiedShard(files.record_of(path), places, left)
+    return {"record": asdict(files.record_of(path)), "places": places, "left": left}

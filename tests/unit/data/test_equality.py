@@ -235,7 +235,7 @@ def test_the_shares_are_shown_before_a_training(tmp_path: Path, caplog: Any) -> 
     by_rules, by_field = caplog.messages
     assert "of 3 captions, of 3 samples that were looked at, 33.3 %" in by_rules
     assert "(colour 33.3%, size 0.0%)" in by_rules and "for 'a red mat'" in by_rules
-    assert "33.3 % have a wrong one in the field 'wrong', in which 1 of 3 samples have" in by_field
+    assert "33.3 % have a wrong one in the field 'wrong', a text in 1 of 3" in by_field
     assert "such as 'a blue mat' for 'a red mat'" in by_field
 
 
@@ -246,8 +246,8 @@ def test_what_fits_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
     for field, count in (("nowhere", 0), ("captions", 3)):
         with pytest.raises(
             ValueError,
-            match=rf"field '{field}', in which {count} of 3 samples have a text, gave no wrong "
-            r"caption .* wanted the name of a field .* a string or a list of strings",
+            match=rf"field '{field}', a text in {count} of 3 samples, gave no wrong "
+            r"caption .* a field with a string or a list of strings",
         ):
             report_edits(HardCaptions(field=field), index, DataConfig(), "base")
     for field in ("", "json:wrong"):
