@@ -8,7 +8,7 @@ There a sample has one caption. Here it may have several, and its score is that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from mclclip.run.artifacts import Manifest, RunPaths, find_run_dir, is_finished,
 from mclclip.run.opened import Run
 from mclclip.util import files
 from mclclip.util.options import check_folder_name, prefix_errors, split_named_path
-from mclclip.util.search import Floats, Rows, cosines
+from mclclip.util.search import Rows, cosines
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,8 @@ class CurateInputs:
 
     @cached_property
     def scores(self) -> NDArray[np.float32] | None:
-        """The CLIP scores [N], NaN for samples without one; None if no scores are computed.
-
-        Reads every embedding in either case. Raises RuntimeError if one is not finite."""
+        """The CLIP scores [N], NaN for samples without one; None if no scores are computed."""
         if self.texts is None:
-            for cut in _blocks(len(self.images)):
-                finite(self.images, cut, f"embeddings at {self.images.directory}")
             return None
         scores = clip_scores(self.images, self.texts, self.index.num_captions)
         scores[~self.usable] = np.nan
@@ -166,6 +162,8 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
                 f"--against: {path} holds {rows.dtype} {list(rows.shape)}, wanted floating-point "
                 "rows [M, D]"
             )
+        if not all(np.isfinite(rows[cut]).all() for cut in cuts(len(rows))):
+            raise ValueError(f"--against: {path} holds NaN or infinity: leave these rows out")
         evaluation = EvaluationImages(name, rows, files.digest_array(rows))
     else:
         manifest = read_manifest(path, "embeddings")
@@ -184,8 +182,6 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
             f"--against: {path} has rows of {dim} numbers, the embeddings at {images.directory} of "
             f"{expected}: embed the evaluation images by the same encoder"
         )
-    for cut in cuts(len(rows)):
-        finite(rows, cut, f"--against {path}")
     return evaluation
 
 
@@ -228,43 +224,18 @@ def clip_scores(
     num_captions  [N], the number of captions of each sample; they add up to T
 
     Each cosine is computed in float64 from its two rows alone, so the size of blocks changes no
-    bit. Raises RuntimeError for a row that is not finite, and if the widths D differ.
+    bit.
     """
     scores = np.full(len(num_captions), -np.inf, np.float32)
-    first = 0
-    for block in _blocks(len(num_captions)):
-        rows = finite(images, block, "image embeddings")
+    first, blocks = 0, cuts(len(num_captions))
+    for block in runlog.progress(blocks, total=len(blocks), description="filter, embeddings"):
+        rows = np.asarray(images[block])
         owners = np.repeat(np.arange(len(rows)), num_captions[block])
         best = np.full(len(rows), -np.inf)
         for cut in cuts(len(owners)):
-            texts_here = finite(texts, slice(first + cut.start, first + cut.stop), "captions")
-            if texts_here.shape[1] != rows.shape[1]:
-                raise RuntimeError(
-                    f"image embeddings have {rows.shape[1]} numbers and those of captions "
-                    f"{texts_here.shape[1]}: embed both again with embed.feature=projected"
-                )
+            texts_here = np.asarray(texts[first + cut.start : first + cut.stop])
             np.maximum.at(best, owners[cut], cosines(rows[owners[cut]], texts_here))
         scores[block] = best
         first += len(owners)
     scores[np.isneginf(scores)] = np.nan
     return scores
-
-
-def _blocks(num_samples: int) -> Iterator[slice]:
-    """Yields slices of samples, in order, and shows the progress."""
-    blocks = cuts(num_samples)
-    return runlog.progress(blocks, total=len(blocks), description="filter, embeddings")
-
-
-def finite(rows: Rows, cut: slice, what: str) -> Floats:
-    """Reads the rows of a slice; RuntimeError for the first row that is not finite. ``what`` names
-    the rows in the message, such as 'captions'."""
-    block = np.asarray(rows[cut])
-    # The sum of a row is finite if all its numbers are: float64 sums of float32 do not overflow.
-    bad = np.flatnonzero(~np.isfinite(block.sum(axis=1, dtype=np.float64)))
-    if len(bad):
-        raise RuntimeError(
-            f"row {cut.start + int(bad[0]):,} of {what} is not finite ({len(bad)} of these "
-            f"{len(block)}): the encoder has diverged, export another one and embed again"
-        )
-    return block
