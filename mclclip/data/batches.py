@@ -399,6 +399,3 @@ class TrainingBatches(Dataset[Batch]):
 def _stack(rows: list[Tensor | None]) -> Tensor | None:
     present = [row for row in rows if row is not None]
     return torch.stack(present) if present else None
-
-
-# --- worker processes ------------------------------------------------------------------------

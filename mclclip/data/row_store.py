@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -224,12 +223,9 @@ class RowStore:
         filled = zip(self.file_layouts, self.num_rows, strict=True)
         return {shape for (shape, _), num_rows in filled if num_rows}
 
-    def read(self, file: int, cut: slice) -> Floats:
-        """Reads rows of one file, memory-mapped."""
-        return self._map(file)[cut]
-
-    def _map(self, file: int) -> np.memmap[Any, Any]:
-        return open_npy(self._paths[file], self._verb)
+    def read(self, file: int, rows: slice | Integers) -> Floats:
+        """Reads rows of one file; those of a slice stay memory-mapped."""
+        return open_npy(self._paths[file], self._verb)[rows]
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -255,7 +251,7 @@ class RowStore:
 
     def _rows_of(self, ids: Integers) -> Iterator[Floats]:
         for file in np.unique(numbers := np.searchsorted(self.starts, ids, side="right") - 1):
-            yield self._map(int(file))[ids[numbers == file] - self.starts[file]]
+            yield self.read(int(file), ids[numbers == file] - self.starts[file])
 
 
 class StoredRows:

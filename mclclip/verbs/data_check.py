@@ -150,13 +150,14 @@ def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
 
 def _copies(keys: Sequence[str], contents: Sequence[bytes]) -> Finding:
     """Warns of pictures that are stored more than once; ``contents`` are digests of the files."""
-    counts = Counter(contents)
-    first = next((digest for digest in contents if counts[digest] > 1), None)
-    copied = sum(count for count in counts.values() if count > 1)
+    by_content: dict[bytes, list[str]] = {}
+    for key, digest in zip(keys, contents, strict=True):
+        by_content.setdefault(digest, []).append(key)
+    alike = [same for same in by_content.values() if len(same) > 1]
+    copied = sum(map(len, alike))
     text = f"{copied:,} of {len(keys):,} have a copy among these, byte for byte"
-    if first is not None:
-        alike = [key for key, digest in zip(keys, contents, strict=True) if digest == first]
-        text += f", such as {' and '.join(alike[:2])}"
+    if alike:
+        text += f", such as {' and '.join(alike[0][:2])}"
     advice = "keep one of each, or give one of them weight 0 (train.plan.weights)"
     return finding("copies", text, advice if copied > MOST_COPIES * len(keys) else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,11 @@ def run(
     build = importlib.import_module(f"mclclip.data.datasets.{name}").build
     parameters = inspect.signature(build).parameters.values()
     settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    _check_options(name, options, {*settings, "source", "download", "samples_per_shard"})
+    allowed = {*settings, "source", "download", "samples_per_shard"}
+    if unknown := sorted(options.keys() - allowed):
+        raise ValueError(
+            f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(allowed))}"
+        )
     folders, download = _split_sources(options.pop("source", ())), options.pop("download", False)
     per_shard = options.pop("samples_per_shard", SAMPLES_PER_SHARD)
     shards = folders.get("shards")
@@ -52,13 +56,6 @@ def run(
     splits = Splits(name, seed, per_shard, places, settings | options)
     make_artifact(splits, out, (build, Sources(folders, download)), force)
     return out
-
-
-def _check_options(name: str, options: Mapping[str, Any], allowed: Set[str]) -> None:
-    if unknown := sorted(options.keys() - allowed):
-        raise ValueError(
-            f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(allowed))}"
-        )
 
 
 def _split_sources(source: Sequence[str]) -> dict[str, Path]:
