@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy
-from mclclip.data.labels import SampleWeights, check_labels, label_space, locate_draws
+from mclclip.data.labels import SampleWeights, label_space, locate_draws
 from mclclip.util.files import (
     Record,
     damaged_if_unreadable,
@@ -154,11 +154,9 @@ def group_samples(
     radices   number of clusters of each stage, the digits of a label
     left_out  ids of more samples that are not used
     weights   weights of the samples; samples of weight 0 are not used either
-    Raises ValueError for labels that do not fit the radices.
     """
     radices = tuple(int(radix) for radix in radices)
     space = label_space(radices)
-    check_labels(labels, space, "pseudo labels")
     used = labels >= 0
     if left_out is not None:
         used[left_out] = False

@@ -66,19 +66,6 @@ def label_space(radices: Sequence[int]) -> int:
     return space
 
 
-def check_labels(labels: np.ndarray, num_labels: int, name: str) -> None:
-    """Raises ValueError if integers [N] are not in [-1, num_labels). Copies nothing.
-
-    ``name`` begins the message, such as 'pseudo labels'.
-    """
-    assert labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer), name
-    if labels.size and (labels.min() < -1 or labels.max() >= num_labels):
-        raise ValueError(
-            f"{name} run from {labels.min()} to {labels.max()}: wanted -1 (outside) to "
-            f"{num_labels - 1:,}; the labels and their radices are not of one run"
-        )
-
-
 def combine_stages(
     cluster_labels: Sequence[npt.NDArray[np.integer]],
     radices: Sequence[int],
@@ -89,14 +76,12 @@ def combine_stages(
     Mode "prefix" is the paper's Eq. 2 (MCL): the sum over s of y_s times the radices after s, which
     numbers the tuples (y_0, ..., y_{j-1}). Mode "last" is y_{j-1} alone, as in the authors'
     released code. In both modes a sample without a label (-1) in any stage gets -1, so that both
-    train on the same samples. Also returns the radices of the result. Raises ValueError for labels
-    beyond their radix, and if int64 would overflow.
+    train on the same samples. Also returns the radices of the result. Raises ValueError if int64
+    would overflow.
     """
     used = tuple(int(radix) for radix in radices)
     label_space(used[-1:] if mode == "last" else used)
     stages = [np.asarray(labels) for labels in cluster_labels]
-    for number, (labels, radix) in enumerate(zip(stages, used, strict=True)):
-        check_labels(labels, radix, f"cluster labels of stage {number}")
     outside = np.logical_or.reduce([labels < 0 for labels in stages])
     if mode == "last":
         stages, used = stages[-1:], used[-1:]

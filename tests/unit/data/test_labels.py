@@ -60,14 +60,6 @@ def test_prefix_labels_are_the_mixed_radix_number_of_the_stages(case) -> None:
         assert np.array_equal(short[inside], before[inside])
 
 
-def test_stages_that_do_not_fit_are_refused() -> None:
-    for stage, message in (([0, 2], "stage 0 run from 0 to 2"), ([0, -2], "run from -2")):
-        with pytest.raises(ValueError, match=message):
-            combine_stages([np.array(stage)], [2])
-    with pytest.raises(ValueError, match="run from 0 to 1"):
-        group_samples(np.array([0, 1]), ())
-
-
 @stable
 @given(clusterings())
 def test_group_statistics_equal_counts_by_hand(case) -> None:
