@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from mclclip.data.table_formats import Ask, Fields, Format, arrow_format, is_stored
-from mclclip.util.files import message_of
+from mclclip.util.files import message_of, needed
 
 _NAME = re.compile(r"hf:/+datasets/([^/@?*{]+/[^/@?*{]+)(?:@([^/?*{]+))?((?:/[^/?*{]+){0,2})/?")
 _BATCH_ROWS = 100
@@ -38,11 +38,9 @@ def open_split(source: Path, ask: Ask) -> tuple[str, str, Format]:
         )
     name, revision, rest = match.groups()
     url = f"hf://datasets/{name}" + (f"@{revision}" if revision else "")
-    try:
-        import datasets
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise ValueError(f"{url}: datasets is not installed: pip install 'mclclip[hub]'") from None
+    from huggingface_hub import HfApi
+
+    datasets = needed("datasets", url, "pip install 'mclclip[hub]'")
     datasets.disable_progress_bars()
     with _one_line(url):
         commit = str(HfApi().dataset_info(name, revision=revision).sha)

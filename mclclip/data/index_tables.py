@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 
 from mclclip.data.findings import MAX_EXAMPLES, Findings
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Remote, RemoteOptions, StoredFile
+from mclclip.data.remote import Remote, StoredFile
 from mclclip.data.shard_filter import ShardFilter, metadata_path
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, ROW, TEXT, TEXT_CRC, ShardScan, scan_shard
@@ -222,24 +222,15 @@ def scan_shards(
 
     ``filters`` choose samples of some sources, by the source's name. Digests do not depend on them.
     """
-    by_shard = _with_metadata(shards, filters or {}, options.remote)
-    calls = [
-        (s.stored, s.source, s.captions, s.attributes, pixels, options.remote, subset)
-        for s, subset in zip(shards, by_shard, strict=True)
-    ]
+    calls, filters, remote = [], filters or {}, options.remote
+    beside = [metadata_path(s.path) for s in shards if s.source in filters]
+    parquets = iter(Remote(remote).stat(beside, missing_urls=True))
+    for s in shards:
+        subset = filters.get(s.source)
+        if subset is not None:
+            subset = replace(subset, metadata=next(parquets))
+        calls.append((s.stored, s.source, s.captions, s.attributes, pixels, remote, subset))
     return map_in_pool(scan_shard, calls, options.index_workers)
-
-
-def _with_metadata(
-    shards: Sequence[Shard], filters: Mapping[str, ShardFilter], remote: RemoteOptions | None
-) -> list[ShardFilter | None]:
-    """Returns the filter of each shard, with the parquet beside the shard if there is one."""
-    paths = [metadata_path(shard.path) for shard in shards if shard.source in filters]
-    parquets = iter(Remote(remote).stat(paths, missing_urls=True))
-    return [
-        replace(filters[shard.source], metadata=next(parquets)) if shard.source in filters else None
-        for shard in shards
-    ]
 
 
 def times_of(shards: Sequence[Shard]) -> dict[str, int]:
@@ -282,15 +273,11 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                 f"{where} is not on disk any more: put it back, or "
                 "set data.sources to where it lies now and call 'mclclip index'"
             )
-        if stat.size != shard.size_bytes:
+        if (stat.size, stat.tag) != (shard.size_bytes, shard.tag):
             raise ValueError(
-                f"{where} had {shard.size_bytes} bytes when it was indexed, now {stat.size}: "
-                "restore it"
-            )
-        if stat.tag != shard.tag:
-            raise ValueError(
-                f"{where} had the ETag {shard.tag} when it was indexed, now {stat.tag}: restore "
-                "it, or index it anew with 'mclclip index --force'"
+                f"{where} had {shard.size_bytes} bytes when it was indexed{shard.tag and ' and '}"
+                f"{shard.tag}, now {stat.size}{stat.tag and ' and '}{stat.tag}: restore it, or "
+                "index it anew with 'mclclip index --force'"
             )
     times, noted = times_of(shards), _read_times(directory)
     indexed = {shard.path for shard in read_shards(directory)}

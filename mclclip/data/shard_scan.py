@@ -191,15 +191,9 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Returns names of attributes as a list.
-
-    Raises ValueError for a blank name, one that occurs twice, and the index's own `PER_FIELD`.
-    """
-    if {"", PER_FIELD} & {name.strip() for name in names} or len(set(names)) < len(names):
-        raise ValueError(
-            f"got {list(names)}: wanted names of JSON fields, each once, and not {PER_FIELD!r}, "
-            "which is an attribute that the index makes: rename such a field"
-        )
+    """Returns names of attributes as a list; ValueError for a blank or a repeated one."""
+    if "" in map(str.strip, names) or len(set(names)) < len(names):
+        raise ValueError(f"got {list(names)}: wanted names of JSON fields, each once")
     return [*names]
 
 

@@ -276,14 +276,11 @@ def _log_summary(
     )
     for source, entry in counts["sources"].items():
         if "left_out" in entry:
-            reasons = [f"{number} {reason}" for reason, number in entry["left_out"].items()]
+            reasons = ", ".join(f"{number} {name}" for name, number in entry["left_out"].items())
             log.info(
-                "index: source %s has %d samples, its subset left out %d (%s)",
-                source,
-                entry["samples"],
-                sum(entry["left_out"].values()),
-                ", ".join(reasons) or "none",
-            )
+                "index: source %s has %d samples, its subset left out %d (%s)", source,
+                entry["samples"], sum(entry["left_out"].values()), reasons or "none",
+            )  # fmt: skip
         if not entry["samples"]:
             log.warning("index: no usable sample in source %s", source)
         elif wants_captions and entry["samples"] == entry["without_caption"]:

@@ -22,7 +22,6 @@ from mclclip.data.shard_scan import (
     PER_FIELD,
     captions_by_field,
     captions_text,
-    check_names,
     parse_captions,
 )
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -173,11 +172,6 @@ def test_what_names_no_field_is_one_line(captions: Any, message: str, tmp_path: 
     with pytest.raises(ValueError, match=message) as error:
         indexed(settled(tmp_path, captions))
     assert "data.sources.patterns.captions" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_index_keeps_its_own_attribute() -> None:
-    with pytest.raises(ValueError, match="is an attribute that the index makes"):
-        check_names(["colour", PER_FIELD])
 
 
 # --- sentences of a paragraph ------------------------------------------------------------------

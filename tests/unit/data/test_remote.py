@@ -181,8 +181,7 @@ def test_a_whole_shard_comes_in_blocks(
 def test_other_urls_are_refused() -> None:
     for url in (
         "ftp://b/a.tar", "file:///etc/passwd", "pipe:cat a", "hf://datasets/ORG/NAME",
-        "https://host/a.tar b.tar", "https://host/a//b.tar", "s3://bucket/a?.tar",
-        "gs://bucket/[ab]*.tar",
+        "s3://bucket/a?.tar", "gs://bucket/[ab]*.tar",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^data\.sources\.x\.shards"):
             check_protocol(url, "data.sources.x.shards")
@@ -407,14 +406,13 @@ def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:
         ]
         run_index(tmp_path / "run", s=urls)
         make_shard(folder / "1.tar", "d")
-        with pytest.raises(ValueError, match=r"1\.tar .* had the ETag .* restore it, or index"):
+        with pytest.raises(ValueError, match=r"1\.tar .* when it was indexed .* or index"):
             run_index(tmp_path / "run", s=urls)
         assert all_keys(run_index(tmp_path / "run", s=urls, force=Remake.ALL))[-1] == "s/d"
         (folder / "0.tar").unlink()
-        with pytest.raises(FileNotFoundError, match=r"0\.tar is not there"):
-            run_index(tmp_path / "run", s=urls)
-        with pytest.raises(ValueError, match=r"0\.tar .* is not in data\.sources any more"):
-            run_index(tmp_path / "run", s=server.url("1.tar"))
+        for shards in (urls, server.url("1.tar")):
+            with pytest.raises(FileNotFoundError, match=r"0\.tar is not there"):
+                run_index(tmp_path / "run", s=shards)
 
 
 def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -> None:
