@@ -58,43 +58,30 @@ def digest_uids(path: str) -> str:
     """
     uids = open_uids(path)
     log.info("index: reading %s, %s uids", path, f"{len(uids):,}")
-    repeated: list[int] = []
-    blocks = _in_order(path, len(uids), getattr(uids, "offset", 0), repeated)
-    digest = digest_parts(UID, uids.shape, blocks)
-    if any(repeated):
-        log.warning(
-            "index: %s names %s samples again that it has named: each is taken once",
-            path,
-            f"{sum(repeated):,}",
-        )
-    return digest
+    num_repeated = 0
 
-
-def _in_order(
-    path: str, number: int, offset: int, repeated: list[int]
-) -> Iterator[npt.NDArray[np.void]]:
-    """Yields the uids in blocks, and raises ValueError if they are not sorted.
-
-    It does not read them through a mapping, whose pages would count as used memory. For each block
-    the number of uids that equal the one before is appended to ``repeated``.
-    """
-    last = np.zeros(0, UID)
-    with open(path, "rb") as file:
-        file.seek(offset)
-        for start in range(0, number, UIDS_AT_ONCE):
-            block = np.fromfile(file, UID, min(UIDS_AT_ONCE, number - start))
-            both = np.concatenate([last, block])
+    def blocks_in_order() -> Iterator[npt.NDArray[np.void]]:
+        nonlocal num_repeated
+        for start in range(0, len(uids), UIDS_AT_ONCE):
+            both = np.asarray(uids[max(start - 1, 0) : start + UIDS_AT_ONCE])  # and the one before
             # The upper halves decide about nearly all, so that few lower halves are compared.
             doubtful = np.flatnonzero(both["f0"][1:] <= both["f0"][:-1])
             before, after = both[doubtful], both[doubtful + 1]
             if (wrong := doubtful[_is_less(after, before)]).size:
                 raise ValueError(
-                    f"{path} is not sorted: uid number {start + int(wrong[0]) + 1 - len(last)} is "
+                    f"{path} is not sorted: uid number {max(start - 1, 0) + int(wrong[0]) + 1} is "
                     "less than the one before. Sort it (uids.sort() in numpy) and save it again"
                 )
-            repeated.append(int((after == before).sum()))
-            last = block[-1:]
-            yield block
+            num_repeated += int((after == before).sum())
+            yield both[min(start, 1) :]
+
+    digest = digest_parts(UID, uids.shape, blocks_in_order())
+    if num_repeated:
+        log.warning(
+            "index: %s names %s samples again that it has named: each is taken once",
+            path, f"{num_repeated:,}",
+        )  # fmt: skip
+    return digest
 
 
 def _is_less(left: npt.NDArray[np.void], right: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
