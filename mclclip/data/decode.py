@@ -96,7 +96,7 @@ _ORIENTATIONS = {
 
 
 class DecodeError(ValueError):
-    """The bytes are no usable image; ``detail`` may say more. ``reason`` is one of these:
+    """The bytes are no usable image. ``reason`` is one of these:
 
     empty         there are no bytes
     bomb          it has more pixels, or more passes over them, than allowed
@@ -110,7 +110,6 @@ class DecodeError(ValueError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail
 
 
 def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:

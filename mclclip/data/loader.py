@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing.util
 import os
@@ -147,15 +148,9 @@ def run_ahead(
 ) -> Iterator[tuple[NDArray[Any], Note]]:
     """Yields the rows that ``compute`` gives for each batch, in main memory and in order, with its
     note; a GPU has the next batch already when the rows of one are waited for."""
-    waiting: tuple[Callable[[], Tensor], Note] | None = None
-    for batch in batches:
-        rows, note = compute(batch)
-        following = start_to_host(rows), note
-        if waiting:
-            yield waiting[0]().numpy(), waiting[1]
-        waiting = following
-    if waiting:
-        yield waiting[0]().numpy(), waiting[1]
+    begun: Iterator[Any] = ((start_to_host(rows), note) for rows, note in map(compute, batches))
+    for (to_host, note), _ in itertools.pairwise(itertools.chain(begun, [None])):
+        yield to_host().numpy(), note
 
 
 class _InFile(Dataset[Any]):

@@ -159,21 +159,12 @@ def _clip(values: Floats) -> Bytes:
 def _texture(name: str, offset: Integers) -> Integers:
     """Draws a mask [canvas, canvas] of 0 and 1 with a period of 6 pixels, moved by ``offset``."""
     period = 6 * _OVERSAMPLE
-    y: Integers
-    x: Integers
     y, x = np.indices((_CANVAS, _CANVAS), np.int64) + offset[:, None, None]
-    stripes: Integers = x // (period // 2) % 2
-    rows: Integers = y // (period // 2) % 2
-    if name == "plain":
-        return np.zeros_like(x)
-    if name == "striped":
-        return stripes
-    if name == "checked":
-        checks: Integers = (stripes + rows) % 2
-        return checks
-    distance = np.hypot(x % period - period / 2, y % period - period / 2)
-    dots: Integers = (distance < 0.3 * period).astype(np.int64)
-    return dots
+    stripes, rows = x // (period // 2) % 2, y // (period // 2) % 2
+    dots = np.hypot(x % period - period / 2, y % period - period / 2) < 0.3 * period
+    masks = {"plain": np.zeros_like(x), "striped": stripes, "checked": (stripes + rows) % 2}
+    mask: Integers = (masks | {"dotted": dots})[name].astype(np.int64)
+    return mask
 
 
 def _shape(

@@ -174,13 +174,15 @@ def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, ad
         )
 
 
-def move_aside(directory: Path) -> Path:
+def move_aside(directory: Path, name: str | None = None) -> Path:
     """Renames a directory out of the way; logs and returns the new path.
 
-    ``train`` becomes ``train.old-1``, or the next free number.
+    ``train`` becomes ``train.old-1``, or the next free number. With ``name`` it becomes the first
+    free one of ``name``, ``name_2``, ``name_3`` ...
     """
-    names = (directory.with_name(f"{directory.name}.old-{n}") for n in itertools.count(1))
-    aside = next(path for path in names if not path.exists())
+    stem, first = (f"{name}_", [name]) if name else (f"{directory.name}.old-", [])
+    names = itertools.chain(first, (f"{stem}{n}" for n in itertools.count(1 + len(first))))
+    aside = next(path for path in map(directory.with_name, names) if not path.exists())
     os.rename(directory, aside)
     log.info("moved %s aside, to %s", directory, aside.name)
     return aside

@@ -340,11 +340,10 @@ def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Dec
     """Writes the files; logs how many samples are left out, and the option that trains on the
     others."""
     directory, reasons, scores = out.directory, decisions.reasons, decisions.scores
-    names = [WEIGHTS, REASONS, *([] if scores is None else [SCORES]), LEFT_OUT]
-    save_npy(directory / WEIGHTS, (reasons == 0).astype(np.float32))
-    save_npy(directory / REASONS, reasons)
-    if scores is not None:
-        save_npy(directory / SCORES, scores)
+    arrays: dict[str, Any] = {WEIGHTS: (reasons == 0).astype(np.float32), REASONS: reasons}
+    arrays |= {} if scores is None else {SCORES: scores}
+    for name, array in arrays.items():
+        save_npy(directory / name, array)
     _write_left_out(directory / LEFT_OUT, inputs, decisions)
     by_reason = decisions.count_reasons()
     with_score = 0 if scores is None else int(np.isfinite(scores).sum())
@@ -370,7 +369,7 @@ def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Dec
     path = shlex.quote(str((directory / WEIGHTS).resolve()))
     log.info("filter: to train on what is kept: %s", f"train.plan.weights={path}")
     digest = files.digest_json([out.identity, files.digest_array(reasons)])
-    return Made(counts, files.records_of(directory, *names), "float32", digest)
+    return Made(counts, files.records_of(directory, *arrays, LEFT_OUT), "float32", digest)
 
 
 def _write_left_out(path: Path, inputs: CurateInputs, decisions: Decisions) -> None:
