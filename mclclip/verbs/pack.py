@@ -22,7 +22,6 @@ from functools import partial
 from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 from mclclip.data.decode import (
     IMAGE_EXTENSIONS,
@@ -60,8 +59,6 @@ _KEY_DIGITS = 9
 _LARGE_BYTES = 1_000_000
 _FromFolder = Callable[[Path], str]
 """Returns the command that reads the pictures from another folder."""
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 _REST = "train"  # the folder of pictures that are not held out
 
 
@@ -123,13 +120,7 @@ def pack(
         size=size,
     )
     from_folder = partial(_from_folder, table, source, command)
-    if arrived := _arrived(table, out):
-        if force is not Remake.NOTHING:
-            force = Remake.ALL
-        log.warning(
-            "pack: pictures that were missing as %s was packed are there now, such as %s: --force "
-            "packs all again", out, arrived[0],
-        )  # fmt: skip
+    force = _force_for_arrived(table, out, force)
     return make_artifact(step, out, (table, source, from_folder), force)
 
 
@@ -175,7 +166,7 @@ class Shards(Step[tuple[Table, Path, _FromFolder]]):
         """Yields a sample per usable row, with its key and its folder; counts the other rows."""
         images = filter(None, (_read_image(row, table.root, roots, findings) for row in rows))
         number = 0
-        for row, data, stored, extension in _in_order(partial(_store, self.size), images):
+        for row, data, stored, extension in _store_all(self.size, images):
             digest = hashlib.sha256(data)
             folder = _folder(digest.digest(), self.held_out)
             measured = folder in self.held_out  # which needs captions, and pictures that decode
@@ -300,15 +291,26 @@ def _check(
             )
 
 
-def _arrived(table: Table, out: Path) -> list[str]:
-    """Returns pictures that were missing as ``out`` was packed, and are there now, of those that
-    its manifest names. They are no inputs, since pictures may be moved away after packing."""
+def _force_for_arrived(table: Table, out: Path, force: Remake) -> Remake:
+    """Returns ``force``, or ALL if pictures that were missing as ``out`` was packed are there now,
+    of those that its manifest names.
+
+    Without ``force`` it only logs them: they are no inputs, since pictures may be moved away after
+    they were packed.
+    """
     if not is_finished(out) or find_damage(out):
-        return []
+        return force
     findings = read_manifest(out, Shards.kind).counts["findings"]
     reasons = findings.keys() & {"missing_image", "unreadable"}
-    names = (name for reason in reasons for name in findings[reason]["examples"])
-    return sorted(name for name in names if os.access(table.root / name, os.R_OK))
+    names = sorted(name for reason in reasons for name in findings[reason]["examples"])
+    arrived = [name for name in names if os.access(table.root / name, os.R_OK)]
+    if not arrived or force is not Remake.NOTHING:
+        return Remake.ALL if arrived else force
+    log.warning(
+        "pack: pictures that were missing are there now, and not in %s, such as %s: --force packs "
+        "all again", out, arrived[0],
+    )  # fmt: skip
+    return force
 
 
 def _join_rows(
@@ -360,13 +362,15 @@ def _store(size: int, image: tuple[Row, bytes, str]) -> tuple[Row, bytes, bytes,
     return (row, data, data, extension) if small is None else (row, data, small, "jpg")
 
 
-def _in_order(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """Yields ``function(item)`` for each item, in order; threads compute some ahead."""
+def _store_all(
+    size: int, images: Iterable[tuple[Row, bytes, str]]
+) -> Iterator[tuple[Row, bytes, bytes, str]]:
+    """Yields what `_store` returns for each image, in order; threads compute some ahead."""
     threads = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[_Result]] = deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
+        waiting: deque[Future[tuple[Row, bytes, bytes, str]]] = deque()
+        for image in images:
+            waiting.append(pool.submit(_store, size, image))
             if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()
         yield from (future.result() for future in waiting)
