@@ -148,8 +148,8 @@ def run_ahead(
 ) -> Iterator[tuple[NDArray[Any], Note]]:
     """Yields the rows that ``compute`` gives for each batch, in main memory and in order, with its
     note; a GPU has the next batch already when the rows of one are waited for."""
-    begun: Iterator[Any] = ((start_to_host(rows), note) for rows, note in map(compute, batches))
-    for (to_host, note), _ in itertools.pairwise(itertools.chain(begun, [None])):
+    started: Iterator[Any] = ((start_to_host(rows), note) for rows, note in map(compute, batches))
+    for (to_host, note), _ in itertools.pairwise(itertools.chain(started, [None])):
         yield to_host().numpy(), note
 
 
