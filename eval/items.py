@@ -233,9 +233,7 @@ def _visual_genome(record: _Record, field_of_kind: str) -> Item:
     image, right, wrong, kind, *box = record.take(
         "image_path", "true_caption", "false_caption", field_of_kind, *edges
     )
-    names = kind if isinstance(kind, list) else [kind]
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{record.where}: {field_of_kind} is {kind!r:.80}, wanted a name")
+    names = map(str, kind if isinstance(kind, list) else [kind])
     x, y, w, h = (record.whole(name, value) for name, value in zip(edges, box, strict=True))
     if min(w, h) < 1 or max(map(abs, (x, y, w, h))) > MAX_EDGE:
         raise ValueError(

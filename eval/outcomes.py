@@ -282,22 +282,11 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
 
 def check_same_items(a: Outcomes, b: Outcomes) -> None:
     """Raises NotTheSame if two encoders were not measured on the same items."""
-    names = ("items", "strata", "units")
-    differing = next((name for name in names if getattr(a, name) != getattr(b, name)), None)
-    if a.statistic != b.statistic:
-        reason = f"one is measured by {a.statistic}, the other by {b.statistic}"
-    elif len(a) != len(b):
-        reason = f"one has {len(a):,} items, the other {len(b):,}"
-    elif differing:
-        columns = (getattr(outcomes, differing) or [None] * len(a) for outcomes in (a, b))
-        pairs = enumerate(zip(*columns, strict=True))
-        row, (ours, theirs) = next((row, pair) for row, pair in pairs if pair[0] != pair[1])
-        reason = f"their {differing} differ, such as {ours!r} and {theirs!r} in row {row}"
-    elif a.truth is not None and b.truth is not None and (a.truth != b.truth).any():
-        reason = "they disagree about which items are positive"
-    else:
-        return
-    raise NotTheSame(reason)
+    for name in ("statistic", "items", "strata", "units"):
+        if getattr(a, name) != getattr(b, name):
+            raise NotTheSame(f"their {name} differ ({len(a):,} and {len(b):,} items)")
+    if a.truth is not None and b.truth is not None and (a.truth != b.truth).any():
+        raise NotTheSame("they disagree about which items are positive")
 
 
 def mcnemar(wins: int, losses: int) -> float:

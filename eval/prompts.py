@@ -1,8 +1,7 @@
 """Finds class names and prompt templates for zero-shot classification.
 
 A label stands for a class in folders or tables ('n01440764'); a name stands for it in prompts
-('tench'). Torch is imported only for CLIP's names and templates, so that ``mclclip config`` stays
-quick.
+('tench'). Torch is imported only for CLIP's names and templates.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip.eval.images import CLASS_NAMES, as_words, class_names, class_shards, labels_of
-from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.util.files import needed, parse_json, read_json
-from mclclip.util.options import prefix_errors
 
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
@@ -216,21 +213,6 @@ def check(
     """Raises those errors of ``zeroshot.evaluate`` that are about class names and templates."""
     find_names(labels_of(root, labels), classes, root)
     find_templates(templates, root)
-
-
-def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Calls ``check`` for all zero-shot benchmarks whose folders exist.
-
-    Unknown options and wrong types are ignored: ``verbs.eval.check``, which imports torch, refuses
-    them.
-    """
-    types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
-    for name, benchmark in benchmarks.items():
-        if benchmark.kind == "zeroshot" and Path(benchmark.path).is_dir():
-            items = benchmark.options.items()
-            options = {o: value for o, value in items if isinstance(value, types.get(o, ()))}
-            with prefix_errors(f"benchmark {name!r}"):
-                check(Path(benchmark.path), **options)
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:

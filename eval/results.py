@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from tabulate import tabulate
 
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.units import PERCENT, UNITS, Unit
-from mclclip.util.files import parse_json, printable, write_bytes
+from mclclip.util.files import printable, write_bytes
+from mclclip.util.options import first_problem
 
 WIDTH = 80
 """A table is at most so many characters wide."""
@@ -60,6 +62,7 @@ class Measurement:
 class Result:
     """One row of results.jsonl: a ``Measurement`` of a model on a benchmark."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: str
     benchmark: str
     metric: str
@@ -72,13 +75,8 @@ class Result:
     @property
     def unit(self) -> Unit:
         """The unit of the value and its interval. Of an unknown unit, larger values are better."""
-        name = str(self.protocol.get("unit", PERCENT.name))
+        name = printable(str(self.protocol.get("unit", PERCENT.name)))
         return PERCENT if name == "percent" else UNITS.get(name) or Unit(name, name)
-
-    @property
-    def column(self) -> Column:
-        """The column of the benchmark's table in which this row stands."""
-        return self.metric, self.unit
 
 
 @dataclass(frozen=True)
@@ -174,39 +172,20 @@ def read(path: Path) -> list[Result]:
     """
     if not Path(path).exists():
         return []
-    names = {f.name for f in fields(Result)}
-    rows = []
+    adapter, rows = TypeAdapter(Result), []
     # splitlines would also split at other characters, which a metric's name may hold.
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
-        row = parse_json(line, f"{path} line {number}")
-        if not isinstance(row, dict) or set(row) != names or not _is_row(row):
+        try:
+            rows.append(adapter.validate_json(line))
+        except ValidationError as error:
+            problem = ": ".join(filter(None, first_problem(error)))
             raise ValueError(
-                f"{path} line {number} is not a result row: its fields must be {names}, names "
-                "texts, figures finite numbers, count 0 to 10**15 and the protocol an object, its "
-                "unit at most 20 characters that print; take that line out, or the file away"
-            )
-        rows.append(Result(**row))
+                f"{path} line {number} is not a result row ({problem}): take that line out, or the "
+                "file away"
+            ) from None
     return rows
-
-
-def _is_row(row: Mapping[str, Any]) -> bool:
-    """Returns True if the fields have the types of ``Result``."""
-    return (
-        all(isinstance(row[name], str) for name in ("model", "benchmark", "metric"))
-        and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))
-        and type(row["count"]) is int
-        and 0 <= row["count"] <= 10**15
-        and isinstance(row["protocol"], dict)
-        and isinstance(unit := row["protocol"].get("unit", ""), str)
-        and unit.isprintable()
-        and len(unit) <= 20
-        and all(  # larger numbers, of which JSON may have thousands of digits, fit no float
-            type(value) not in (int, float) or abs(value) < 1e300
-            for value in (*row.values(), *row["protocol"].values())
-        )
-    )
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:
@@ -296,10 +275,11 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
     trials: dict[Column, set[int]] = {}
     chances: dict[Column, set[float]] = {}
     for row in rows:
-        models.setdefault(row.model, {})[row.column] = row
-        trials.setdefault(row.column, set()).add(row.count)
-        if isinstance(value := row.protocol.get("chance"), int | float):
-            chances.setdefault(row.column, set()).add(value)
+        column = row.metric, row.unit
+        models.setdefault(row.model, {})[column] = row
+        trials.setdefault(column, set()).add(row.count)
+        if isinstance(value := row.protocol.get("chance"), float):
+            chances.setdefault(column, set()).add(value)
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric, PERCENT] = reference

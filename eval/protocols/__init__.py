@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -70,6 +70,11 @@ def evaluator(kind: str) -> Evaluator:
     """The protocol of a kind of benchmarks."""
     declared: Evaluator = import_module(f"{__name__}.{kind}").EVALUATOR
     return declared
+
+
+def reading_texts(benchmarks: Mapping[str, BenchmarkConfig]) -> list[str]:
+    """The names of the benchmarks that compare images with texts."""
+    return [name for name, each in benchmarks.items() if evaluator(each.kind).reads_text]
 
 
 # --- options ----------------------------------------------------------------------------------

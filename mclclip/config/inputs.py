@@ -12,7 +12,7 @@ from mclclip.data.epoch_plan import check_samples as check_numbers
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import width_of
-from mclclip.eval.protocols import evaluator
+from mclclip.eval.protocols import reading_texts
 from mclclip.models.encoder_names import check_encoder
 from mclclip.models.loading import check_tokenizer, load_towers
 from mclclip.models.preparing import refuse_folded_norms
@@ -45,7 +45,7 @@ def check(config: Config) -> None:
         with prefix_errors(f"objective.teacher={teacher}"):
             check_encoder(teacher, text="text_features" in parts)
     suite, trained = config.eval.suite, config.trained_model
-    with_text = [name for name, each in suite.items() if evaluator(each.kind).reads_text]
+    with_text = reading_texts(suite)
     _check_tokenizers(config, reads_text=bool(with_text))
     trains_text = config.train.objective.reads.captions
     if with_text and trained is not None and trained.pretrained is None and not trains_text:
@@ -60,7 +60,7 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
     """Raises FileNotFoundError if texts will be read and a model's tokenizer cannot be fetched."""
     trainings = config.trainings.items()
     models = [config.model_of(n) for n, each in trainings if each.objective.reads.captions]
-    if reads_text or (config.has_stages and config.needs_text_embeddings):
+    if reads_text or (config.has_stages and config.stored_texts):
         models.append(config.model)
     first = RunPaths.of(config).export(0)  # stage 0's export has a copy of the tokenizer's files
     names = [

@@ -143,11 +143,6 @@ class Config:
         return sorted(set().union(*every))
 
     @property
-    def needs_text_embeddings(self) -> bool:
-        """True if ``embed`` writes embeddings of the captions at stage 0."""
-        return bool(self.stored_texts)
-
-    @property
     def writes_image_rows(self) -> bool:
         """True if `embed` writes outputs of the image tower's frozen blocks, beside embeddings."""
         return self.image_rows.enabled and not self.train.lock.freezes_images

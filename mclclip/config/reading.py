@@ -43,7 +43,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     if file is not None and (run_dir := _run_around(file)) is not None:
         before = str(tree.get("run_dir", run_dir)).rstrip("/")
         if Path(before).resolve() != run_dir.resolve():
-            tree = _map_texts(tree, partial(_move_path, before=before, now=str(run_dir)))
+            tree = map_texts(tree, partial(_move_path, before=before, now=str(run_dir)))
     return from_tree(tree, overrides)
 
 
@@ -57,12 +57,12 @@ def _run_around(file: Path) -> Path | None:
     return run_dir if is_run else None
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Returns a copy of an option's value, or of a tree of them, with every text changed."""
     if isinstance(value, dict):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {key: map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
+        return [map_texts(item, change) for item in value]
     return change(value) if isinstance(value, str) else value
 
 
@@ -83,10 +83,10 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Returns the Config of a nested mapping and overrides. Raises ValueError as ``load`` does."""
     # Copied, since YAML's aliases put one mapping at two places, and an override of train.objective
     # must not change base.objective too.
-    tree = _map_texts(tree, str)
+    tree = map_texts(tree, str)
     for override in overrides:
         _apply(tree, override)
-    tree = _map_texts(tree, _expand_home)
+    tree = map_texts(tree, _expand_home)
     try:
         config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:

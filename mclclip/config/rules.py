@@ -15,7 +15,7 @@ from pathlib import Path
 from mclclip.config.conditions import TRAINING, Needs, Rule, Subject, excludes
 from mclclip.config.options import Config
 from mclclip.engines import gradient_cache
-from mclclip.eval.protocols import evaluator
+from mclclip.eval.protocols import reading_texts
 from mclclip.models.options import ModelConfig, architecture_of, more_than_crops, num_blocks
 from mclclip.util.options import protocol_of
 
@@ -140,12 +140,6 @@ def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
     except ValueError as error:
         return f"{prefix}{error}"
     return ""
-
-
-def _benchmarks_with_texts(at: Subject) -> list[str]:
-    """Returns the names of the benchmarks that compare images with texts."""
-    suite = at.config.eval.suite
-    return [name for name, benchmark in suite.items() if evaluator(benchmark.kind).reads_text]
 
 
 def _reads_texts(model: ModelConfig) -> bool:
@@ -413,7 +407,7 @@ RULES: tuple[Rule, ...] = (
         f"export.concat={at.config.export.concat} do not have: set export.concat=[], or "
         "feature=projected")),
     Rule("eval.suite", lambda at: (
-        (names := _benchmarks_with_texts(at)) and not _reads_texts(at.config.model)
+        (names := reading_texts(at.config.eval.suite)) and not _reads_texts(at.config.model)
         and f"eval.suite.{names[0]} compares images with texts, and the model has no text tower: "
         "leave it out, or take a CLIP model"), "run"),
     Rule("eval.text_rows", lambda at: at.config.eval.text_rows and not at.config.text_rows

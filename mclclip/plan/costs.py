@@ -121,7 +121,7 @@ def _embeddings(
     if config.image_rows.enabled:
         trunk = measured["train"]["operations"]["trunk"]
         work = ({"trunk": trunk} if stage == 0 else {}) | {"images": image - trunk}
-    if stage == 0 and config.needs_text_embeddings:
+    if stage == 0 and config.stored_texts:
         work["captions"] = encoder["text"] or 0
         texts = texts and texts * _num_texts(config)
     for name, each in work.items():

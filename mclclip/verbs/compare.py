@@ -28,8 +28,8 @@ from mclclip.util.options import brief
 
 log = logging.getLogger("mclclip")
 
-Row = tuple[Result, Path | None]
-"""A row of results.jsonl, and the file with the outcome of each item, if it has one."""
+Row = tuple[Result, Path]
+"""A row of results.jsonl, and the file with the outcome of each item, which may be missing."""
 Pair = tuple[Row, Row]
 """The rows of two encoders in the same metric of a benchmark."""
 
@@ -271,14 +271,10 @@ def read_runs(runs: Sequence[Path]) -> list[Row]:
 
 
 def rows_of(run: Run) -> list[Row]:
-    """Returns the rows of a run, each with the file of its items if its protocol names one."""
-    rows: list[Row] = []
-    for row in run.result_rows:
-        name = row.protocol.get("outcomes")
-        is_name = isinstance(name, str) and Path(name).name == name
-        folder = run.layout.results.parent / outcomes.FOLDER
-        rows.append((row, folder / str(name) if is_name else None))
-    return rows
+    """Returns the rows of a run, each with the file of its items, which its protocol names."""
+    folder = run.directory / outcomes.FOLDER
+    files = (Path(str(row.protocol.get("outcomes"))).name for row in run.result_rows)
+    return [(row, folder / name) for row, name in zip(run.result_rows, files, strict=True)]
 
 
 class Reader:
@@ -287,26 +283,20 @@ class Reader:
     def __init__(self) -> None:
         self._read = cache(outcomes.read)
 
-    def __call__(self, row: Result, path: Path | None) -> Outcomes:
+    def __call__(self, row: Result, path: Path) -> Outcomes:
         """Returns the outcomes of a row from its file ``path``.
 
         Raises FileNotFoundError or ValueError if they are missing or damaged.
         """
-        if path is None:
-            raise FileNotFoundError(
-                f"{row.model} on {row.benchmark} has no outcomes of items: evaluate again with "
-                "'mclclip eval --force'"
-            )
         if row.metric not in (by_metric := self._read(path)):
             raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
         return by_metric[row.metric]
 
-    def beside(self, row: Result, path: Path | None) -> Outcomes:
+    def beside(self, row: Result, path: Path) -> Outcomes:
         """Returns the outcomes of a row; for a pooled figure those of the mean over its parts, if
         the file has them."""
-        if row.metric == "pooled" and path is not None:
-            return self._read(path).get("average") or self(row, path)
-        return self(row, path)
+        average = self._read(path).get("average") if row.metric == "pooled" else None
+        return average or self(row, path)
 
 
 def _compare_rows(read: Reader, a: Row, b: Row) -> Comparison:

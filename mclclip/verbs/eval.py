@@ -18,12 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config import Config, load
 from mclclip.config.plain_yaml import read_yaml
+from mclclip.config.reading import map_texts
 from mclclip.data.options import PlanConfig
 from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
 from mclclip.eval.identity import data_digest, fields_of_rows, identity_of
-from mclclip.eval.protocols import BenchmarkConfig, evaluator
+from mclclip.eval.protocols import BenchmarkConfig, evaluator, reading_texts
 from mclclip.eval.results import Reference, Result
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.encoder_names import RANDOM, split_name
@@ -57,10 +58,17 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
         raise FileNotFoundError(
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
+    values = {"folder": str(path.absolute().parent)}
+    values |= dict(item.partition("=")[::2] for item in variables)
     try:
-        values = {"folder": str(path.absolute().parent)}
-        values |= dict(item.partition("=")[::2] for item in variables)
-        tree = _substitute(read_yaml(path), values)
+        tree = map_texts(read_yaml(path), lambda text: string.Template(text).substitute(values))
+    except KeyError as error:
+        name = error.args[0]
+        raise ValueError(
+            f"the suite asks for the variable {name!r}: set {name}=VALUE, "
+            f"such as --set {name}=/data"
+        ) from None
+    try:
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = results.published(tree)
     except ValidationError as error:
@@ -72,23 +80,6 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             "kind, path and options, such as 'pets: {kind: zeroshot, path: /data/pets}'"
         ) from None
     return benchmarks, references
-
-
-def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _substitute(item, variables) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_substitute(item, variables) for item in value]
-    if not isinstance(value, str):
-        return value
-    try:
-        return string.Template(value).substitute(variables)
-    except KeyError as error:
-        name = error.args[0]
-        raise ValueError(
-            f"the suite asks for the variable {name!r}: set {name}=VALUE, "
-            f"such as --set {name}=/data"
-        ) from None
 
 
 def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
@@ -200,7 +191,7 @@ class SuiteJudge:
     @property
     def read_texts(self) -> list[str]:
         """Names of the benchmarks that compare images with texts."""
-        return [name for name, b in self.benchmarks.items() if evaluator(b.kind).reads_text]
+        return reading_texts(self.benchmarks)
 
     def measure(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.picture_transform import as_transform
+from mclclip.eval import results
 from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
-from mclclip.eval.units import Unit
 from mclclip.export import ExportStep
 from mclclip.figures import drawing
 from mclclip.models import soup, weights
@@ -351,7 +351,7 @@ def _uniform(search: _Search) -> Choice:
     alone = np.eye(len(shares)).tolist()
     every = {n: search.measure(row, n) for n, row in zip(search.ingredients, alone, strict=True)}
     every["soup_uniform"] = search.measure(shares, "soup_uniform")
-    return shares, {}, _table("model", every)
+    return shares, {}, _table(every.values())
 
 
 def _greedy(search: _Search) -> Choice:
@@ -419,12 +419,11 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
     price = {}
     if 0.0 in every:
         price = {name: figures[name].value - row.value for name, row in every[0.0].items()}
-    table = _table("alpha", {f"{a:g}": every[a] for a in points})
-    table += f"\nalpha {best:g} is written"
+    table = f"{_table(every.values())}\n\nalpha {best:g} is written"
     if price:
-        changes = [
-            f"{n} {price[n]:+.{_digits([price[n]], figures[n].unit)}f}" for n in main if n in price
-        ]
+        shown = {name: price[name] for name in main if name in price}
+        digits = {name: max(2, figures[name].unit.decimals([shown[name]])) for name in shown}
+        changes = [f"{name} {change:+.{digits[name]}f}" for name, change in shown.items()]
         table += f"; against alpha 0: {', '.join(changes)}"
     return [1.0 - best, best], curve | {"price": price}, table
 
@@ -441,20 +440,6 @@ def _main(figures: Figures) -> list[str]:
     return main
 
 
-def _table(first: str, every: Mapping[str, Figures]) -> str:
-    """Returns a table of the main figures; its first column, named ``first``, has the keys."""
-    heads, cells = [first], [[*every]]
-    for metric in _main(next(iter(every.values()))):
-        rows = [figures[metric] for figures in every.values()]
-        digits = _digits([row.value for row in rows], rows[0].unit)
-        heads.append(metric.replace("/", "/\n") + rows[0].unit.note)
-        cells.append([f"{row.value:.{digits}f}" for row in rows])
-    align = ("left", *["right"] * (len(heads) - 1))
-    return tabulate(
-        [*zip(*cells, strict=True)], headers=heads, disable_numparse=True, colalign=align
-    )
-
-
-def _digits(values: Sequence[float], unit: Unit) -> int:
-    """Returns how many decimals to show: two at least, since soups differ little."""
-    return max(2, unit.decimals(values))
+def _table(every: Iterable[Figures]) -> str:
+    """Returns a table of the main figures of several models."""
+    return results.table([figures[name] for figures in every for name in _main(figures)])

@@ -279,7 +279,7 @@ def test_outcomes_that_are_not_there_or_not_named(run_dir: Path) -> None:
         for row in rows:
             row["protocol"]["outcomes"] = name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(FileNotFoundError, match="no outcomes of items: evaluate again"):
+        with pytest.raises(FileNotFoundError, match="no outcomes of items at"):
             compare.run([run_dir])
 
 

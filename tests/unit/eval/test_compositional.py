@@ -281,7 +281,6 @@ WRONG: list[tuple[tuple[str, str], tuple[Any, ...], Any, str]] = [
     (NATURAL, (0, "caption_1"), DELETED, "has no field 'caption_1', it is .*'index'"),
     (VG, (0, "bbox_w"), 0, "its box is 0 x 3 pixels"),
     (VG, (0, "bbox_y"), 10**9, r"box is 2 x 3 pixels at \(1, 1000000000\)"),
-    (VG, (0, "relation_name"), [], r"relation_name is \[\], wanted a name"),
     (ORDER, (0, "caption_options"), "ab", "has 'ab' to choose from, wanted a list of at least 2"),
     (ORDER, (1, "caption_options", 4), DELETED, "has 4 texts to choose from, wanted a list of 5"),
     (PHOTOS, (0, "image_path"), "mug.jpeg", "'mug.jpeg', wanted a name such as mug_left_of_table"),

@@ -274,10 +274,10 @@ def test_holm_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"items": ["x", "y", "z"]}, "their items differ, such as '0' and 'x' in row 0"),
-        ({"strata": ["s"] * 3}, "their strata differ, such as None and 's' in row 0"),
-        ({"items": ["0", "1"], "values": [1, 1]}, "one has 3 items, the other 2"),
-        ({"truth": [True] * 3, "statistic": "roc_auc"}, "by mean, the other by roc_auc"),
+        ({"items": ["x", "y", "z"]}, "their items differ"),
+        ({"strata": ["s"] * 3}, "their strata differ"),
+        ({"items": ["0", "1"], "values": [1, 1]}, "3 and 2 items"),
+        ({"truth": [True] * 3, "statistic": "roc_auc"}, "their statistic differ"),
     ],
 )
 def test_other_items_are_refused(changes: dict[str, Any], message: str) -> None:

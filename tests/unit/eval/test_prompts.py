@@ -17,7 +17,6 @@ from timm.data import ImageNetInfo
 
 from mclclip import config as configuration
 from mclclip.eval import prompts
-from mclclip.eval.protocols import BenchmarkConfig
 from tests import tiny
 
 CLASSES = {"n02510455": "giant panda", "n01440764": "tench", "n07873807": "pizza"}
@@ -234,20 +233,14 @@ def test_without_clip_benchmark_the_line_says_what_to_install(
 # --- before hours are spent --------------------------------------------------------------------
 
 
-def suite(root: Path, **options: Any) -> dict[str, BenchmarkConfig]:
-    return {"imagenet": BenchmarkConfig("zeroshot", str(root), options)}
-
-
-def test_a_suite_is_checked_where_its_folders_are(imagenet: Path) -> None:
-    message = "benchmark 'imagenet': the names of 3 of 3 classes hold WordNet ids"
-    with pytest.raises(ValueError, match=message):
-        prompts.check_suite(suite(imagenet))
-    prompts.check_suite(suite(imagenet, classes="imagenet1k", templates="clip_80"))
-    prompts.check_suite(suite(imagenet / "nowhere"))
-    with pytest.raises(ValueError, match="benchmark 'imagenet': unknown templates 'clip_81'"):
-        prompts.check_suite(suite(imagenet, classes="imagenet1k", templates="clip_81"))
-    with pytest.raises(FileNotFoundError, match="benchmark 'imagenet': no file of classes"):
-        prompts.check_suite(suite(imagenet, classes="names.txt"))
+def test_names_and_templates_are_checked_together(imagenet: Path) -> None:
+    with pytest.raises(ValueError, match="names of 3 of 3 classes hold WordNet ids"):
+        prompts.check(imagenet)
+    prompts.check(imagenet, classes="imagenet1k", templates="clip_80")
+    with pytest.raises(ValueError, match="unknown templates 'clip_81'"):
+        prompts.check(imagenet, classes="imagenet1k", templates="clip_81")
+    with pytest.raises(FileNotFoundError, match="no file of classes"):
+        prompts.check(imagenet, classes="names.txt")
 
 
 def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(
@@ -256,6 +249,6 @@ def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(
     recipe = tiny.ROOT / "launch" / "recipes" / "lit.yaml"
     (benchmark,) = configuration.load(recipe, [f"eval.suite.imagenet.path={imagenet}"]
         ).eval.suite.values()  # fmt: skip
-    prompts.check_suite({"imagenet": benchmark})
+    prompts.check(imagenet, **benchmark.options)
     assert prompts.find_names(sorted(CLASSES), benchmark.options["classes"], imagenet) == CLASSES
     assert len(prompts.find_templates(benchmark.options["templates"], imagenet)) == 80

@@ -319,7 +319,7 @@ def test_folders_of_others_and_the_models_are_left_alone(
         make("uniform", 0, 1, to="mine")
     own = tmp_path / "own"
     shutil.copytree(stages[0], own)
-    artifacts.Artifact.open(own, kind="export", config={}, inputs={}).finish({})
+    artifacts.Artifact(own, kind="export", config={}, inputs={}).compare(write=True).finish({})
     with pytest.raises(ValueError, match="is one of the models: give a new folder"):
         make("uniform", own, 1, to="own", force=Remake.ALL)
     assert same_file(own, stages[0])

@@ -130,7 +130,7 @@ HELD = "train.objective=[{kind: info_nce}, {kind: preserve, exact: %s, weight: 0
 
 
 def test_captions_are_embedded_where_a_term_holds_texts() -> None:
-    assert not load("demo", []).needs_text_embeddings
-    assert load("demo", [HELD % "false"]).needs_text_embeddings
-    assert not load("demo", [HELD % "true"]).needs_text_embeddings
+    assert not load("demo", []).stored_texts
+    assert load("demo", [HELD % "false"]).stored_texts
+    assert not load("demo", [HELD % "true"]).stored_texts
     load("demo", [HELD % "true", "embed.feature=pooled"])
