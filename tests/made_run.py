@@ -139,7 +139,7 @@ def write_embeddings(
     """Finished embeddings of the rows [N, D], without those of the samples ``bad``; ``sizes``: how
     many rows each shard has (None: one for each sample)."""
     inputs = {"index": samples.digest, "encoder": encoder}
-    artifact = Artifact.open(directory, kind=kind, config=options, inputs=inputs)
+    artifact = Artifact(directory, kind=kind, config=options, inputs=inputs).compare(write=True)
     records, first = {}, 0
     for number, shard in enumerate(samples.shards):
         ids = range(shard.start, shard.stop)
@@ -158,7 +158,9 @@ def write_embeddings(
 def train(directory: Path, slower: bool) -> None:
     """The records of a finished training, the last row of which is only half written."""
     options = {"global_batch": 8, "objective": {"kind": "info_nce"}, "start": "base"}
-    artifact = Artifact.open(directory, kind="train", config={"train": options}, inputs={})
+    artifact = Artifact(directory, kind="train", config={"train": options}, inputs={}).compare(
+        write=True
+    )
     rows = [
         {"step": step, "samples_seen": 8 * step, "loss": 5.0 / step, "lr": 1e-3, "seconds": 5.0}
         | {"samples_per_s": 32.0, "samples_per_s_per_rank": 16.0, "memory_gib": 1.5}

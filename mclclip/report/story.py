@@ -15,6 +15,7 @@ from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.opened import JOINED, Run, Stage
+from mclclip.run.runlog import read_records
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -52,8 +53,8 @@ def trainings(run: Run) -> list[dict[str, Any]]:
 
 def _training(stage: Stage, rows: DataFrame) -> dict[str, Any]:
     manifest = stage.manifest("train") if stage.has("train") else None
-    epochs, whole = stage.records("epochs")
-    durations = _numbers([row.get("seconds") for row in epochs]) if whole else []
+    epochs = read_records(stage.directory("train") / "epochs.jsonl")
+    durations = _numbers([row.get("seconds") for row in epochs])
     seconds = sum(durations) if durations else None
     last, losses = rows.iloc[-1].to_dict(), _numbers(rows.get("loss", ()))
     counts = ("samples_per_s", "samples_per_s_per_rank", "samples_seen")

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mclclip import __version__
 from mclclip.util import files
-from mclclip.util.options import brief
+from mclclip.util.options import brief, first_few
 from mclclip.util.remake import Remake
 
 MANIFEST = "manifest.json"
@@ -61,7 +61,7 @@ KINDS = {
     "text_rows": Kind("texts", "(eval_)?text_rows"),
     "embeddings": Kind("embed", f"{_ENCODER}/embeddings"),
     "text_embeddings": Kind("embed --text", f"{_ENCODER}/(text_embeddings|edited_texts/[^/]+)"),
-    "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
+    "image_rows": Kind("embed --stage 0", r"stage_\d+/image_rows"),
     "clusters": Kind("cluster", r"stage_\d+/clusters"),
     "pseudo_labels": Kind("cluster", r"stage_\d+/pseudo_labels"),
     "relocated": Kind("relocate", r"stage_\d+/relocated"),
@@ -250,19 +250,8 @@ def _describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     if of_option := difference(old["config"], new["config"]):
         return f"was made with other settings: {of_option}"
     before, now = old["inputs"], new["inputs"]
-    changes = {
-        "more": sorted(now.keys() - before.keys()),
-        "less": sorted(before.keys() - now.keys()),
-        "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
-    }
-    parts = [_count_names(names, how) for how, names in changes.items() if names]
-    return f"was made from other data: {', '.join(parts)}" if parts else None
-
-
-def _count_names(names: Sequence[str], how: str) -> str:
-    """Returns for example '2 more (a.jpg, b.jpg)', where ``how`` is 'more'; names three at most."""
-    shown = ", ".join(files.printable(name) for name in names[:3]) + ", ..." * (len(names) > 3)
-    return f"{len(names)} {how} ({shown})"
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return f"was made from other data: {first_few(names, 3)}" if names else None
 
 
 @dataclass
@@ -270,8 +259,8 @@ class Artifact:
     """The directory that a step writes, in one of three states: empty, begun, or finished.
 
     kind, config, inputs  its identity, see `Manifest`; another identity in the directory is refused
-    manifest              the manifest if the artifact is finished, else None
-    force                 what `begin` may move aside
+    manifest              the manifest if `compare` has found it finished, else None
+    force                 what may be moved aside: finished ones too, as `Remake` says
     """
 
     directory: Path
@@ -281,33 +270,18 @@ class Artifact:
     manifest: Manifest | None = None
     force: Remake = Remake.NOTHING
 
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        *,
-        kind: str,
-        config: Mapping[str, Any],
-        inputs: Mapping[str, str],
-        force: Remake = Remake.NOTHING,
-        write: bool = True,
-    ) -> Artifact:
-        """Compares ``directory`` with an identity and prepares it for writing.
-
-        ``config`` holds the options that change the result, and ``inputs`` the digests of what it
-        is made from, by name. The returned artifact has a ``manifest`` only if the directory holds
-        a finished artifact of this identity. Begun work of this identity stays, to be resumed.
+    def compare(self, *, write: bool = False) -> Artifact:
+        """Compares the directory with the identity; returns this artifact, which then has a
+        ``manifest`` if the directory holds a finished artifact of this identity.
 
         If the directory holds work of another identity, raises ValueError with the first field that
-        differs and both values. With ``force`` the directory is moved aside instead, to
-        ``NAME.old-1``; `Remake` says which finished ones are moved too. With ``write=False`` only
-        compares, and changes nothing on disk. Otherwise also removes the temporary files of a
-        killed writer, and writes the identity to in_progress.json.
+        differs and both values, unless ``force`` allows to move it aside. With ``write`` it does
+        that, to ``NAME.old-1``, removes the temporary files of a killed writer, and writes the
+        identity to in_progress.json; begun work of this identity stays, to be resumed.
 
         Touches the disk: call it on one rank and send the result to the others (`begin` does).
         """
-        directory = Path(directory)
-        artifact = cls(directory, kind, dict(config), dict(inputs), force=force)
+        directory, force = self.directory, self.force
         finished = is_finished(directory)
         try:
             old = read_identity(directory)
@@ -319,13 +293,13 @@ class Artifact:
             if write and not finished:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
-            change = _describe_change(old, artifact._identity_fields())
+            change = _describe_change(old, self._identity_fields())
             damaged = force is Remake.UNFIT and find_damage(directory) is not None
             remake = change is not None or (finished and (force is Remake.ALL or damaged))
             if not remake:
                 if finished:
-                    artifact.manifest = read_manifest(directory, kind)
-                return artifact
+                    self.manifest = read_manifest(directory, self.kind)
+                return self
             paths = (path for path in directory.rglob("*") if not path.is_dir())
             holds_work = any(path != directory / INTENT for path in paths)
             if holds_work and force is Remake.NOTHING:
@@ -339,23 +313,17 @@ class Artifact:
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.glob(f".{INTENT}.*.tmp"):  # left by a killed writer of this file
                 path.unlink()
-            files.write_json(directory / INTENT, artifact._identity_fields())
-        return artifact
+            files.write_json(directory / INTENT, self._identity_fields())
+        return self
 
     def begin(self) -> Path:
         """Makes the directory ready for writing and returns it; all ranks call it together.
 
-        Before this call nothing on disk has changed. Rank 0 does what `open` does when it writes:
-        it moves aside what ``force`` allows, and writes in_progress.json.
+        Before this call nothing on disk has changed. Rank 0 calls `compare` with ``write``.
         """
         from mclclip.ranks import collectives  # seconds, for torch
 
-        collectives.on_main(
-            lambda: Artifact.open(
-                self.directory, kind=self.kind, config=self.config, inputs=self.inputs,
-                force=self.force,
-            )
-        )  # fmt: skip
+        collectives.on_main(lambda: self.compare(write=True))
         return self.directory
 
     def _identity_fields(self) -> dict[str, Any]:

@@ -41,10 +41,10 @@ class Lock:
     The lock is the file system's (flock): the kernel frees it when the process ends, however it
     ends. The file names its owner, with host, pid and time, and is removed when the lock is freed.
 
-    `take` raises RuntimeError if the file cannot be written, if its file system does not lock
+    Entering raises RuntimeError if the file cannot be written, if its file system does not lock
     files, or if another process keeps the lock for longer than ``wait_s`` seconds. The server of a
     network file system keeps the lock of a host that died for a while, by default 90 s in NFSv4: if
-    the owner is on another host, `take` waits for ``lease_s`` seconds at least.
+    the owner is on another host, it waits for ``lease_s`` seconds at least.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Lock:
         self.place = place or path.parent
         self._descriptor = -1
 
-    def take(self) -> None:
+    def __enter__(self) -> Lock:
         """Takes the lock, waiting for it if need be; see the class."""
         start_s, is_waiting = time.monotonic(), False
         while not self._try():
@@ -77,24 +77,18 @@ class Lock:
                 is_waiting = True
                 log.warning("%s is locked by %s: waiting up to %g s", self.path, who, limit_s)
             time.sleep(_PAUSE_S)
+        return self
 
-    def free(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Removes the file and frees the lock."""
         try:
             if self._is_named():  # else it was removed by hand
                 self.path.unlink(missing_ok=True)
-        except OSError as error:  # its disk is gone: what the caller did is told, not this
-            log.warning("%s cannot be removed: %s", self.path, error)
+        except OSError as problem:  # its disk is gone: what the caller did is told, not this
+            log.warning("%s cannot be removed: %s", self.path, problem)
         finally:
             _held.discard(self)
             os.close(self._descriptor)
-
-    def __enter__(self) -> Lock:
-        self.take()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.free()
 
     def _try(self) -> bool:
         """Takes the lock if it is free, and writes who holds it. Returns False if it is not."""

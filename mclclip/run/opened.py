@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.data.bytes import Bytes
     from mclclip.models.encoder import Encoder
-    from mclclip.models.model import Model
 
 Ids = Sequence[int] | NDArray[np.int64]
 Integers = NDArray[np.int64]
@@ -117,19 +116,6 @@ class Run:
         return cls(Path(config.run_dir), config, variant)
 
     # --- its parts ---
-
-    def __repr__(self) -> str:
-        """Lists the folder's stages and controls and counts its figures, for a Python prompt."""
-        stages, controls = (
-            ", ".join(sorted(path.name for path in self.directory.glob(f"{kind}/"))) or "none"
-            for kind in ("stage_*", "controls/*")
-        )
-        rows = self.layout.results
-        figures = rows.read_bytes().count(b"\n") if rows.is_file() else 0
-        return (
-            f"{type(self).__name__}: {self.directory}\n"
-            f"  stages: {stages}; controls: {controls}; figures: {figures}"
-        )
 
     @cached_property
     def index(self) -> SampleIndex:
@@ -323,13 +309,6 @@ class Stage:
     def manifest(self, kind: Kind) -> Manifest:
         """Reads the manifest of the stage's artifact ``kind``."""
         directory = self.directory(kind)
-        if not self.has(kind):
-            # Labels of stage 1 are written by 'mclclip cluster --stage 0'.
-            stage = self.number - (kind == "pseudo_labels")
-            raise FileNotFoundError(
-                f"no finished {kind.replace('_', ' ')} at {directory}: run 'mclclip "
-                f"{artifacts.verb_of(kind)} --stage {stage}' first"
-            )
         if kind in ("train", "export"):
             return artifacts.read_manifest(directory, kind)
         return self.run.index.manifest_of(directory, kind)
@@ -343,21 +322,8 @@ class Stage:
     def text_embeddings(self) -> RowStore:
         """Embeddings [number of captions, D] of all captions by stage 0's text tower, in index
         order: the rows of sample i begin at ``index.caption_start[i]``."""
-        directory, index = self.run.layout.text_embeddings, self.run.index
-        if not artifacts.is_finished(directory):
-            raise FileNotFoundError(
-                f"no finished text embeddings at {directory}: run 'mclclip embed --stage 0 --text' "
-                "first"
-            )
-        manifest = index.manifest_of(directory, "text_embeddings")
-        rows = RowStore.open(directory, manifest)
-        if len(rows) != (num_captions := int(index.num_captions.sum())):
-            raise RuntimeError(
-                f"text embeddings at {directory} has {len(rows):,} rows, the index has "
-                f"{num_captions:,} captions: run 'mclclip embed --stage 0 --text --force' after "
-                "'mclclip index'"
-            )
-        return rows
+        directory = self.run.layout.text_embeddings
+        return RowStore.open(directory, self.run.index.manifest_of(directory, "text_embeddings"))
 
     @property
     def clusters(self) -> Clusters:
@@ -367,7 +333,6 @@ class Stage:
     @property
     def labels(self) -> Integers:
         """int64 [N]: the pseudo label of each sample, which the stage is trained on; -1: none."""
-        self.manifest("pseudo_labels")
         return read_pseudo_labels(self.directory("pseudo_labels"), self.run.index)[0]
 
     def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
@@ -400,15 +365,7 @@ class Stage:
         more. Of many steps at most `POINTS` are returned, evenly spaced."""
         import pandas
 
-        rows = self.records("metrics")[0]
-        if len(rows) > POINTS:
-            rows = [rows[int(place)] for place in np.linspace(0, len(rows) - 1, POINTS)]
-        return pandas.DataFrame(rows)
-
-    def records(self, name: Literal["metrics", "epochs"]) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the rows of metrics.jsonl or epochs.jsonl, and True; or False if the file was so
-        large that only a sample of its lines was read."""
-        return read_records(self.directory("train") / f"{name}.jsonl")
+        return pandas.DataFrame(read_records(self.directory("train") / "metrics.jsonl", POINTS))
 
     def encoder(self, device: str | torch.device = "cpu") -> Encoder:
         """Loads the stage's exported encoder, like ``mclclip.load_model``."""
@@ -416,17 +373,6 @@ class Stage:
 
         self.manifest("export")
         return load_model(self.directory("export"), device=device)
-
-    def model(self, projector: Sequence[int] = ()) -> Model:
-        """Loads the stage's exported weights into the trainable model, in evaluation mode.
-
-        ``projector``: widths of the layers of a projector, such as (512, 128). Exports have no
-        projector, so its weights are random.
-        """
-        from mclclip.models.loading import load_towers
-
-        self.manifest("export")
-        return load_towers(self.directory("export"), projector=projector)
 
 
 @dataclass(frozen=True)

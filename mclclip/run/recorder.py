@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -183,11 +181,9 @@ def peak_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.exists():  # Linux, where getrusage counts the process that started this one too
-        line = next(s for s in _STATUS.read_text().splitlines() if s.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # getrusage would count the process that started this one too.
+    line = next(s for s in _STATUS.read_text().splitlines() if s.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 # --- traces ------------------------------------------------------------------------------------
@@ -406,9 +402,9 @@ class Recorder:
         listed = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
         log.info("%s step %d: %s", self.name, done, listed)
 
-    def earlier_rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows of steps before ``start`` on rank 0; on other ranks nothing."""
-        return iter(()) if self.metrics is None else self.metrics.earlier_rows()
+    def earlier_rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of steps before ``start`` on rank 0; on other ranks nothing."""
+        return runlog.read_records(self.directory / "metrics.jsonl") if self.metrics else []
 
     def warn(self, done: int, name: str, text: str) -> None:
         """Logs a warning after ``done`` steps and adds it to warnings.jsonl; ``name`` identifies it

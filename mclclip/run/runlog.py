@@ -26,15 +26,11 @@ from mclclip.util.files import parse_json, printable, printable_lines
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
-MAX_BYTES = 4 << 20
-"""A file of records is read whole up to this size; of a larger one, `POINTS` lines are sampled."""
-
 POINTS = 400
 """Most rows that `Stage.metrics` returns."""
 
 DRAW_S = 0.1  # time between two updates of the progress line on a terminal
 LOG_S = 15.0  # time between two lines of progress in the log
-_LONGEST_LINE = 1 << 16
 CLEAR_LINE = "\r\x1b[2K"  # makes a terminal clear its current line
 
 
@@ -161,11 +157,6 @@ class JsonLines:
             self.file.truncate(length)
             raise
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows written so far, in order."""
-        with open(self.path, "rb") as lines:
-            yield from map(json.loads, lines)
-
     def close(self) -> None:
         """Closes the file."""
         self.file.close()
@@ -208,10 +199,6 @@ class MetricsLog:
         if kind in ("metrics", "evaluations") and step > self.files[name].last_step:
             self.trackers.write(step, row)
 
-    def earlier_rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows of metrics.jsonl so far."""
-        return self.files["metrics.jsonl"].rows()
-
     def _file(self, name: str) -> JsonLines:
         """Returns the file ``name``; creates warnings.jsonl at the first warning."""
         if name not in self.files:
@@ -227,35 +214,21 @@ class MetricsLog:
             log.warning("%s: %s failed in all", name, count_of(count, "write"))
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Reads a file of JSON lines; returns its rows in order of their ``step``, and True if they are
-    all of its rows.
+def read_records(path: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines; returns its rows in order of their ``step``: all, or at most
+    ``most`` of them, evenly spread over the file.
 
-    Of a file larger than `MAX_BYTES` only the first line, `POINTS` lines evenly spread over it, and
-    the last line are read. Skips lines without a whole row, such as one that is being written. A
-    missing file has no rows.
+    Skips lines without a whole row, such as one that is being written. A missing file has no rows.
     """
-    if not path.is_file():
-        return [], True
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= MAX_BYTES:
-            lines, whole = file.read(MAX_BYTES).split(b"\n"), True
-        else:
-            lines, whole = [], False
-            for start in np.linspace(0, size - _LONGEST_LINE, POINTS).astype(np.int64):
-                file.seek(int(start))
-                if start:
-                    file.readline(_LONGEST_LINE)  # the rest of a line
-                lines.append(file.readline(_LONGEST_LINE))
-            file.seek(max(size - _LONGEST_LINE, 0))
-            lines += file.read(_LONGEST_LINE).split(b"\n")[-2:]
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    if most is not None and len(lines) > most:
+        lines = [lines[place] for place in np.linspace(0, len(lines) - 1, most).astype(np.int64)]
     rows = []
-    for line in dict.fromkeys(lines):
+    for line in lines:
         try:
             row = parse_json(line, str(path))
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
-    return sorted(rows, key=lambda row: int(row["step"])), whole
+    return sorted(rows, key=lambda row: int(row["step"]))

@@ -95,10 +95,8 @@ def find_artifact(
     The returned artifact has a ``manifest`` if it is finished. Raises ValueError if the directory
     holds work of another identity, unless ``force`` allows to move it aside. Call it on one rank.
     """
-    inputs = dict(step.reads(how))
-    return Artifact.open(
-        directory, kind=step.kind, config=identity_of(step), inputs=inputs, force=force, write=False
-    )
+    identity = step.kind, identity_of(step), dict(step.reads(how))
+    return Artifact(directory, *identity, force=force).compare()
 
 
 def make_artifact(
@@ -125,11 +123,7 @@ def make_artifact(
         """Makes an artifact that lies in no run directory, whose lock would keep others out."""
         with Lock(place.with_name(f".{place.name}.lock"), wait_s=0.0, place=directory):
             # It may have waited for a process that has made it.
-            current = Artifact.open(
-                directory, kind=artifact.kind, config=artifact.config, inputs=artifact.inputs,
-                force=force, write=False,
-            )  # fmt: skip
-            return current.manifest or _make(step, current, how)
+            return artifact.compare().manifest or _make(step, artifact, how)
 
     return collectives.on_main(make_alone)
 

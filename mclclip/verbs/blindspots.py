@@ -120,7 +120,7 @@ def _make_blind_spots(
         )
     opened = Run.of(config)
     first = opened.stage(stage).embeddings
-    second = _other_encoder(opened, config.num_stages, stage, other)
+    second = _other_encoder(opened, config.num_stages, other)
     if first.manifest.digest == second.manifest.digest:
         raise ValueError(
             f"--other: {second.directory} holds the same embeddings as {first.name}, in which "
@@ -178,15 +178,9 @@ class BlindSpotPairs(Step[tuple[Run, RowStore, RowStore]]):
         return _write(out, self, run, blind_spots, usable)
 
 
-def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> RowStore:
+def _other_encoder(run: Run, num_stages: int, other: str | None) -> RowStore:
     if other is None or other.isdecimal():
-        number = num_stages if other is None else int(other)
-        if number == stage:
-            raise ValueError(
-                f"--other is stage {number}, and so is --stage: name another stage, or "
-                "[NAME=]FOLDER of another encoder's embeddings"
-            )
-        return run.stage(number).embeddings
+        return run.stage(num_stages if other is None else int(other)).embeddings
     name, where = split_named_path(other)
     if name is not None:
         check_folder_name(name, "--other", "its encoder")

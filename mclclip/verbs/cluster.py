@@ -115,16 +115,10 @@ class StageClusters(Step[ClusteredStage]):
         return collectives.on_main(lambda: self._describe(directory, how, clustering, tally))
 
     def _read_rows(self, how: ClusteredStage) -> RowBlocks:
-        """Opens the rows to cluster, in index order; RuntimeError if their number is wrong."""
+        """Opens the rows to cluster, in index order."""
         layout, index = how.layout, how.index
         directory = layout.embeddings(how.number)
         images = RowStore.open(directory, index.manifest_of(directory, "embeddings"))
-        if images.num_rows != [shard.stop - shard.start for shard in index.shards]:
-            raise RuntimeError(
-                f"embeddings at {images.directory} has {len(images):,} rows, the index has "
-                f"{len(index):,} (compared per shard): run 'mclclip embed --force' after "
-                "'mclclip index'"
-            )
         if self.cluster.feature == "image":
             return RowBlocks(images)
         without = int((index.num_captions == 0).sum())

@@ -200,9 +200,6 @@ class Race:
                 f"{self.base.run_dir} holds a run, whose files a race would mix with its own: give "
                 "the race another run_dir"
             )
-        self._check_record()
-
-    def _check_record(self) -> None:
         path = self.record_path
         if path.exists() and self.force is Remake.NOTHING:
             before = files.read_json(path)
@@ -211,13 +208,6 @@ class Race:
                     f"{path.parent} is a race of another base configuration: {difference}. Give "
                     "another run_dir, or --force to make again what depends on it"
                 )
-
-    def _write_record(self) -> None:
-        """Writes ``record``. It is called once the base exists, so a race that was refused or
-        killed earlier may start again with another base configuration. If another race has written
-        its record meanwhile, this one is refused."""
-        self._check_record()
-        files.write_json(self.record_path, self.record)
 
     @property
     def record_path(self) -> Path:
@@ -243,7 +233,8 @@ class Race:
                 path, text = Path(shared.run_dir) / "config.yaml", configuration.dump(shared)
                 collectives.on_main(partial(files.write_bytes, path, text.encode()))
                 method.prepare(shared, context, readers=readers, force=self.force)
-                collectives.on_main(self._write_record)
+                # Not earlier: a race that was refused may start again with another base.
+                collectives.on_main(partial(files.write_json, self.record_path, self.record))
             steps = collectives.on_main(partial(steps_of_base, shared))
             for remedy in self.trained:
                 if self.only is None or remedy.name == self._only:

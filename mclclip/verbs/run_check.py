@@ -92,8 +92,9 @@ def _compare(path: Path, place: str, again: str, pool: ThreadPoolExecutor) -> It
     try:
         if before is None:
             raise ValueError(f"{path.name} cannot be read")
-        records, again, may_lie_elsewhere = _read_listing(path)
-        here = {file: r for file, r in records.items() if not may_lie_elsewhere or file.exists()}
+        records, kind = _read_listing(path)
+        again, may_be_gone = _again(path, kind), kind in MAY_LIE_ELSEWHERE
+        here = {file: r for file, r in records.items() if not may_be_gone or file.exists()}
         differences = pool.map(partial(_difference, path.parent), here, here.values())
         text = next(filter(None, differences), None)
     except (OSError, ValueError, RuntimeError, step_files.Damaged) as error:
@@ -129,21 +130,16 @@ def _again(path: Path, kind: str | None) -> str:
     return f"run 'mclclip {KINDS[kind].verb} --force' to make it again"
 
 
-def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
-    """Returns the files that a manifest or a step lists, with their records; the advice how to make
-    them again; and True if the files may lie elsewhere."""
-    folder = path.parent
+def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str]:
+    """Returns the files that a manifest or a step lists, with their records, and the artifact's
+    kind (of a step '')."""
+    folder, kind = path.parent, ""
     if path.name == step_files.STATE:
-        step = int(folder.name.removeprefix("step_"))
-        entries = step_files.read_entries(folder, step)
-        return (
-            {folder / name: record for name, record in entries.items()},
-            _again(path, None),
-            False,
-        )
-    manifest = parse_manifest(path)
-    records = {folder / name: record for name, record in manifest.records.items()}
-    return records, _again(path, manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
+        records = step_files.read_entries(folder, int(folder.name.removeprefix("step_")))
+    else:
+        manifest = parse_manifest(path)
+        records, kind = manifest.records, manifest.kind
+    return {folder / name: record for name, record in records.items()}, kind
 
 
 def _difference(folder: Path, path: Path, record: files.Record) -> str | None:

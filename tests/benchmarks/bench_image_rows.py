@@ -89,10 +89,14 @@ def prepare(setting: Setting, run_dir: Path) -> None:
     samples = index.run(config, SINGLE)
     encoder = export.stage(config, SINGLE, stage=0)
     layout, inputs = RunPaths.of(config), {"index": samples.digest}
-    labels = Artifact.open(layout.pseudo_labels(1), kind="pseudo_labels", config={}, inputs=inputs)
+    labels = Artifact(
+        layout.pseudo_labels(1), kind="pseudo_labels", config={}, inputs=inputs
+    ).compare(write=True)
     np.save(labels.directory / "pseudo_labels.npy", np.zeros((len(samples), 1), np.int64))
     labels.finish({"radices": [1]})
-    texts = Artifact.open(layout.text_embeddings, kind="text_embeddings", config={}, inputs=inputs)
+    texts = Artifact(
+        layout.text_embeddings, kind="text_embeddings", config={}, inputs=inputs
+    ).compare(write=True)
     dim = json.loads((encoder / "open_clip_config.json").read_text())["model_cfg"]["embed_dim"]
     for number, shard in enumerate(samples.shards):
         captions = int(samples.num_captions[shard.start : shard.stop].sum())

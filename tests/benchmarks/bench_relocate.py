@@ -138,7 +138,7 @@ def prepare(work: Path, shards: Sequence[str], name: str) -> Config:
     samples = index.run(config, SINGLE)
     folder = RunPaths.of(config).pseudo_labels(1)
     inputs = {"index": samples.digest}
-    artifact = Artifact.open(folder, kind="pseudo_labels", config={}, inputs=inputs)
+    artifact = Artifact(folder, kind="pseudo_labels", config={}, inputs=inputs).compare(write=True)
     labels = np.random.default_rng(1).integers(0, _GROUPS, (len(samples), 1))
     np.save(folder / "pseudo_labels.npy", labels)
     artifact.finish({"radices": [_GROUPS]})

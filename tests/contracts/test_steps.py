@@ -71,7 +71,7 @@ def test_what_changes_no_result_does_not_count(captions: Path, tmp_path: Path) -
 def test_inputs_count_by_their_names(captions: Path, tmp_path: Path) -> None:
     out = run(captions, tmp_path / "out", STEP)
     captions.write_text("a cat\n")
-    with pytest.raises(ValueError, match=r"from other data: 1 changed \(captions\)"):
+    with pytest.raises(ValueError, match=r"from other data: captions"):
         run(captions, out, STEP)
     with pytest.raises(ValueError, match="captions"):
         find_artifact(STEP, out, captions)

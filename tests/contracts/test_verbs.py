@@ -117,7 +117,7 @@ TEACHER = "tiny_clip@random"
 EMBEDDED = ("stage_0/embeddings/manifest.json", "run 'mclclip embed")
 VERBS = {  # in the order in which a run needs them
     "index": Verb(of_run(index.run), "index", "", "", "", ""),
-    "texts": Verb(call_texts, "text_rows", {"other": True}, "1 changed .files", "", ""),
+    "texts": Verb(call_texts, "text_rows", {"other": True}, "other data: files", "", ""),
     "embed": Verb(
         of_run(embed.run, stage=0), "stage_0/embeddings", "embed.dtype=float16",
         "dtype was 'float32', now 'float16'", *INDEX,
@@ -298,13 +298,14 @@ class Noted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
         self.run, self.by_folder = run.resolve(), Identities()
-        monkeypatch.setattr(Artifact, "open", self.open)
+        monkeypatch.setattr(Artifact, "compare", lambda artifact, **_: self.note(artifact))
 
-    def open(self, directory: Path, *, kind: str, config: Any, inputs: Any, **_: Any) -> Artifact:
-        plain = json.loads(json.dumps([kind, config, inputs], default=str))
-        self.by_folder[str(directory.resolve())] = plain
-        manifest = Manifest(kind, dict(config), dict(inputs), {}, "digest")
-        return Artifact(directory, kind, dict(config), dict(inputs), manifest)
+    def note(self, artifact: Artifact) -> Artifact:
+        identity = artifact.kind, artifact.config, artifact.inputs
+        plain = json.loads(json.dumps(identity, default=str))
+        self.by_folder[str(artifact.directory.resolve())] = plain
+        artifact.manifest = Manifest(*identity, {}, "digest")
+        return artifact
 
     def of(self, call: Callable[[], object]) -> Identities:
         """The identities that a call notes, by folder below the run where it lies there."""

@@ -125,7 +125,7 @@ def test_labels_of_another_index(shell: Shell, begun: list[object], tmp_path: Pa
     for command, words in {
         "train --stage 1": ("pseudo_labels has 192 rows", "240", "mclclip cluster", "--stage 0"),
         "cluster --stage 0": ("embeddings", "192 rows", "240", "mclclip embed", "--stage 0"),
-        "embed --stage 0": ("changed (index, pictures)", "--force"),
+        "embed --stage 0": ("other data: index, pictures", "--force"),
     }.items():
         assert_refused(shell(*command.split(), *begun, added), *words)
         assert files(run_dir) == before

@@ -138,12 +138,14 @@ def test_run_makes_it_and_the_stage_and_its_control_start_from_it(
         path.unlink()
     shell.ok(*run)
     line = shell.refused("embed", "--stage", "1", "--force", *run[1:])
-    assert "--image-rows --force'" in line and not any(path.exists() for path in rows)
+    assert "--stage 0 --force'" in line and not any(path.exists() for path in rows)
 
 
-def test_the_flag_is_the_option(shell: Shell, prepared_run: Path, tmp_path: Path) -> None:
+def test_embeddings_from_rows_are_others_than_those_from_images(
+    shell: Shell, prepared_run: Path, tmp_path: Path
+) -> None:
     options = prepared(prepared_run, tmp_path / "run", "image_rows.enabled=false")
-    shell.ok("embed", "--stage", "0", "--image-rows", *options)
+    shell.ok("embed", "--stage", "0", *options, "image_rows.enabled=true")
     assert (tmp_path / "run/stage_0/image_rows/manifest.json").exists()
     line = shell.refused("embed", "--stage", "0", *options)
-    assert "1 less (image_rows)" in line and "--force" in line
+    assert "other data: image_rows" in line and "--force" in line

@@ -122,7 +122,7 @@ def test_the_same_step_is_written_once_and_replaced_by_a_later_start(tmp_path: P
 def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run 'mclclip train' first"):
         step_files.trained_state(tmp_path, averaged=False)
-    artifact = Artifact.open(tmp_path, kind="train", config={"stage": 1}, inputs={})
+    artifact = Artifact(tmp_path, kind="train", config={"stage": 1}, inputs={}).compare(write=True)
     artifact.finish({"steps": 4})
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
         step_files.trained_state(tmp_path, averaged=False)
@@ -181,7 +181,7 @@ def test_the_newest_are_kept_and_some_for_good(tmp_path: Path) -> None:
 
 def finished(folder: Path, *steps: int, counts: dict[str, int]) -> Path:
     """Makes a finished training that has saved ``steps``."""
-    Artifact.open(folder, kind="train", config={}, inputs={}).finish(counts)
+    Artifact(folder, kind="train", config={}, inputs={}).compare(write=True).finish(counts)
     saved(folder / "checkpoints", *steps, keep=9)
     return folder / "checkpoints"
 

@@ -49,12 +49,12 @@ def write_embeddings(config: Config, stage: int) -> None:
     rows = np.eye(12)[truth(stage)] + 0.05 * rng.normal(size=(len(samples), 12))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     rows[list(BAD)] = 0.0
-    artifact = Artifact.open(
+    artifact = Artifact(
         layout.embeddings(stage),
         kind="embeddings",
         config={},
         inputs={"index": samples.digest, "encoder": f"encoder {stage}"},
-    )
+    ).compare(write=True)
     for number, shard in enumerate(samples.shards):
         part = rows[shard.start : shard.stop].astype(np.float16)
         np.save(artifact.directory / f"{number:05d}.npy", part)
@@ -232,9 +232,9 @@ def write_texts(config: Config, texts: np.ndarray) -> None:
     layout = RunPaths.of(config)
     samples = SampleIndex.open(layout.index)
     inputs = {"index": samples.digest, "encoder": "texts"}
-    artifact = Artifact.open(
+    artifact = Artifact(
         layout.text_embeddings, kind="text_embeddings", config={}, inputs=inputs
-    )
+    ).compare(write=True)
     for number, shard in enumerate(samples.shards):
         np.save(artifact.directory / f"{number:05d}.npy", texts[shard.start : shard.stop])
     artifact.finish({"samples": len(samples), "shards": len(samples.shards)})

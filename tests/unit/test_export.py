@@ -53,7 +53,9 @@ def finish_training(directory: Path, base: Model, seed: int) -> Model:
     model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
     vary(model, seed)
     engine = Engine(Trained(model), partial(build_optimizer, weight_decay=0.1), SINGLE)
-    artifact = Artifact.open(directory, kind="train", config={"seed": seed}, inputs={})
+    artifact = Artifact(directory, kind="train", config={"seed": seed}, inputs={}).compare(
+        write=True
+    )
     identity = {"digest": artifact.identity}
     checkpoints = Checkpoints(directory / "checkpoints", CheckpointConfig(), identity=identity)
     for step in (5, 10):

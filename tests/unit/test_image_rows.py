@@ -289,7 +289,8 @@ def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -
     embed.run(config, SINGLE, stage=0)
     cluster.run(config, SINGLE, stage=0)
     on = options(tmp_path / "run", data, ON)
-    with pytest.raises(FileNotFoundError, match="no finished image_rows .* --image-rows' first"):
+    message = "no finished image_rows at .*: run 'mclclip embed --stage 0' first"
+    with pytest.raises(FileNotFoundError, match=message):
         train.run(on, SINGLE, stage=1)
 
 

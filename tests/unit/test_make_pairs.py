@@ -219,7 +219,7 @@ def spots(source: Path, run_dir: Path, *pairs: tuple[int, int]) -> Path:
     samples = index.run(config, SINGLE)
     folder = run_dir / "blindspots" / "stage_0-stage_1"
     inputs = {"index": samples.digest}
-    artifact = Artifact.open(folder, kind="blindspots", config={}, inputs=inputs)
+    artifact = Artifact(folder, kind="blindspots", config={}, inputs=inputs).compare(write=True)
     lines = [json.dumps({"sample_ids": pair}) for pair in pairs]
     (folder / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
     artifact.finish({"samples": len(samples)}, records=records_of(folder, "pairs.jsonl"))

@@ -15,8 +15,7 @@ import pytest
 
 from mclclip import config
 from mclclip.config import Config
-from mclclip.run import runlog
-from mclclip.run.opened import PIECES, Run, spread
+from mclclip.run.opened import PIECES, Run, Stage, spread
 from mclclip.run.runlog import POINTS, read_records
 from tests import made_run
 from tests.tiny import digests
@@ -32,6 +31,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(made: Path, tmp_path: Path) -> Iterator[Path]:
     """Returns a copy of the run that a test may damage; it reads the original's data."""
     yield Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def epochs_of(stage: Stage) -> list[dict[str, Any]]:
+    return read_records(stage.directory("train") / "epochs.jsonl")
 
 
 def test_a_run_is_opened_without_torch(made: Path) -> None:
@@ -65,7 +68,7 @@ def test_parts_are_those_on_disk_and_nothing_is_written(made: Path) -> None:
     np.testing.assert_array_equal(stage.labels, labels[:, 0])
     assert stage.manifest("train").counts["steps"] == made_run.STEPS[-1]
     assert stage.metrics["step"].tolist() == [*made_run.STEPS]  # the half row that follows is none
-    assert [row["seconds"] for row in stage.records("epochs")[0]] == [60.0]
+    assert [row["seconds"] for row in epochs_of(stage)] == [60.0]
 
     table = run.results
     assert table.columns.tolist()[:4] == ["encoder", "benchmark", "metric", "value"]
@@ -80,7 +83,7 @@ def test_a_control_is_opened_like_the_run(made: Path) -> None:
     control = run.controls["ungrouped"]
     assert control.index is run.index and control.config is run.config
     assert control.stage(1).name == "control_ungrouped_stage_1"
-    assert control.stage(1).records("epochs")[0][0]["seconds"] == 120.0
+    assert epochs_of(control.stage(1))[0]["seconds"] == 120.0
     assert control.stage(0).directory("clusters") == run.stage(0).directory("clusters")
 
 
@@ -101,12 +104,12 @@ def test_a_run_of_a_configuration_and_one_without(made: Path, copied: Path) -> N
 
 def test_what_is_missing_is_one_line_with_the_verb_that_makes_it(made: Path) -> None:
     parts: list[tuple[Callable[[Run], Any], str]] = [
-        (lambda run: run.stage(2).embeddings, "run 'mclclip embed --stage 2' first"),
-        (lambda run: run.stage(0).text_embeddings, "run 'mclclip embed --stage 0 --text' first"),
-        (lambda run: run.stage(2).clusters, "run 'mclclip cluster --stage 2' first"),
-        (lambda run: run.stage(3).labels, "run 'mclclip cluster --stage 2' first"),
-        (lambda run: run.stage(3).manifest("train"), "run 'mclclip train --stage 3' first"),
-        (lambda run: run.stage(1).encoder(), "run 'mclclip export --stage 1' first"),
+        (lambda run: run.stage(2).embeddings, "run 'mclclip embed' first"),
+        (lambda run: run.stage(0).text_embeddings, "run 'mclclip embed --text' first"),
+        (lambda run: run.stage(2).clusters, "run 'mclclip cluster' first"),
+        (lambda run: run.stage(3).labels, "run 'mclclip cluster' first"),
+        (lambda run: run.stage(3).manifest("train"), "run 'mclclip train' first"),
+        (lambda run: run.stage(1).encoder(), "run 'mclclip export' first"),
     ]
     for part, line in parts:
         with pytest.raises(FileNotFoundError, match=line) as error:
@@ -166,18 +169,12 @@ def test_samples_are_drawn_by_the_seed_among_those_that_can_be_used(made: Path) 
     assert set(range(made_run.NUM_SAMPLES)) - {*every.tolist()} == {*made_run.BROKEN}
 
 
-def test_of_a_long_file_of_records_some_lines_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_long_file_of_records_some_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
-    whole, is_whole = read_records(path)
-    assert is_whole and [row["step"] for row in whole] == [*range(9000)]
-    monkeypatch.setattr(runlog, "MAX_BYTES", 100_000)
-    rows, is_whole = read_records(path)
-    steps = [row["step"] for row in rows]
-    assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999
-    assert POINTS / 2 < len(steps) <= POINTS + 2
+    assert [row["step"] for row in read_records(path)] == [*range(9000)]
+    steps = [row["step"] for row in read_records(path, POINTS)]
+    assert len(set(steps)) == POINTS and (steps[0], steps[-1]) == (0, 8999)
 
 
 # --- images and captions -----------------------------------------------------------------------

@@ -74,10 +74,10 @@ def write_labels(config: Config, labels: np.ndarray) -> None:
     layout = RunPaths.of(config)
     shutil.rmtree(layout.pseudo_labels(1), ignore_errors=True)
     samples = SampleIndex.open(layout.index)
-    artifact = Artifact.open(
+    artifact = Artifact(
         layout.pseudo_labels(1), kind="pseudo_labels", config={},
         inputs={"index": samples.digest, "of": str(labels.tolist())},
-    )  # fmt: skip
+    ).compare(write=True)  # fmt: skip
     np.save(artifact.directory / "pseudo_labels.npy", labels.astype(np.int64)[:, None])
     artifact.finish({"radices": [4]})
 

@@ -362,7 +362,7 @@ def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
         ({"against": ["nowhere"]}, "no finished embeddings at nowhere: run 'mclclip embed' first"),
         ({"against": ["nowhere.npy"]}, "--against: there is no file at nowhere.npy"),
         ({"against": ["../a=x.npy"]}, r"--against names evaluation images '../a': wanted letters"),
-        ({"stage": 1, "keep_share": 0.5}, "stage_1/embeddings: run 'mclclip embed --stage 1'"),
+        ({"stage": 1, "keep_share": 0.5}, "stage_1/embeddings: run 'mclclip embed'"),
         ({"min_clip_score": 0.999}, r"all 60 samples would be left out \(no_embedding 1, no_cap"),
         ({"near_duplicates": 0.9, "name": "../x"}, "--name names its folder '../x': wanted"),
     ],
@@ -395,7 +395,9 @@ def test_evaluation_images_of_another_kind_are_refused(config: Config, tmp_path:
     # Equal weights are one model, though exported by two runs.
     for directory in (other, RunPaths.of(config).embeddings(0)):
         export, name = directory.parent / "export", "open_clip_model.safetensors"
-        artifact = Artifact.open(export, kind="export", config={"run": str(export)}, inputs={})
+        artifact = Artifact(export, kind="export", config={"run": str(export)}, inputs={}).compare(
+            write=True
+        )
         (export / name).write_bytes(b"weights")
         artifact.finish({}, records={name: record_of(export / name)})
     assert left_out(done(config, against=[str(other)]), "against") == {*SEEN}

@@ -126,7 +126,9 @@ CONFIG = {"cluster": {"num_clusters": 5, "labels_per_sample": 3}}
 def clusters(tmp_path: Path) -> tuple[Path, Any]:
     """Clusters of four samples, and what an index of them looks like to the labels."""
     directory = tmp_path / "clusters"
-    artifact = Artifact.open(directory, kind="clusters", config=CONFIG, inputs={"index": "abc"})
+    artifact = Artifact(directory, kind="clusters", config=CONFIG, inputs={"index": "abc"}).compare(
+        write=True
+    )
     np.save(directory / "cluster_labels.npy", LABELS)
     np.save(directory / "similarities.npy", SIMILARITIES)
     np.save(directory / "centroids.npy", np.ones((5, 2), np.float32))

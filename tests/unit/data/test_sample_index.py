@@ -43,7 +43,7 @@ def build(directory: Path, *shards: pa.RecordBatch) -> SampleIndex:
         for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False))
     ]
     table, placed = join_rows(None, list(shards), placed, 0, Findings(), DataConfig())
-    artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
+    artifact = Artifact(directory, kind=KIND, config={}, inputs={}).compare(write=True)
     artifact.finish({}, content_digest=write_tables(directory, table, placed))
     return SampleIndex.open(directory)
 

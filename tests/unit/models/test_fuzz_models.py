@@ -171,7 +171,9 @@ def test_weights_that_are_not_finite_are_refused(
 def test_a_recorded_concat_is_loaded_as_it_was_written(exports: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(exports / "concat", tmp_path / "it")
     records = files.records_of(directory, *weights.files_of(directory))
-    Artifact.open(directory, kind="concat", config={}, inputs={}).finish({}, records=records)
+    Artifact(directory, kind="concat", config={}, inputs={}).compare(write=True).finish(
+        {}, records=records
+    )
     load_model(directory)
     path = directory / weights.CONCAT
     path.write_text(json.dumps(json.loads(path.read_text()) | {"variant": "stage_norm"}))

@@ -118,7 +118,7 @@ def test_an_owner_on_another_host_is_given_the_time_that_its_server_needs(
         lock.path.write_text(json.dumps(owner))
         start_s = time.monotonic()
         with pytest.raises(RuntimeError, match="process 4711 on elsewhere, started 2026-01-01"):
-            Lock(lock.path, wait_s=0.0, lease_s=0.1).take()
+            Lock(lock.path, wait_s=0.0, lease_s=0.1).__enter__()
         assert time.monotonic() - start_s >= 0.1
     assert len(caplog.messages) == 1  # what it waits for
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_removed_as_it_is_taken_is_no_lock(
 
     monkeypatch.setattr("mclclip.run.lock.fcntl.flock", replace)
     with pytest.raises(RuntimeError, match="in use by"):
-        Lock(path, wait_s=0.0).take()
+        Lock(path, wait_s=0.0).__enter__()
     files[0].close()
     with Lock(path, wait_s=0.0) as lock:
         assert json.loads(path.read_text())["pid"] == os.getpid()
@@ -191,7 +191,7 @@ def test_a_lock_is_free_once_its_owner_has_died_though_a_forked_process_lives(
     code = """
 import os, sys, time
 from mclclip.run.lock import RunLock
-RunLock(sys.argv[1]).take()
+RunLock(sys.argv[1]).__enter__()
 if os.fork() == 0:
     print("forked", flush=True)  # it has closed what its parent locks
     time.sleep(120)

@@ -81,7 +81,9 @@ def test_the_manifest_holds_what_was_chosen_and_refuses_another(
 
 def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path) -> None:
     folder = RunPaths(tmp_path).train(1)
-    artifact = Artifact.open(folder, kind="train", config={"data": {"pixels": "fast"}}, inputs={})
+    artifact = Artifact(
+        folder, kind="train", config={"data": {"pixels": "fast"}}, inputs={}
+    ).compare(write=True)
     index.run(tiny.make_config(tmp_path, data), SINGLE)
     for asked, wanted in (("auto", "fast"), ("exact", "exact")):
         config = tiny.make_config(tmp_path, data, f"data.pixels={asked}")
