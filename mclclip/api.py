@@ -375,21 +375,14 @@ def choose_machine(context: Context) -> tuple[Machine, str]:
     return Machine(gpus_per_node=ranks, memory_gib=memory_gib), half
 
 
-def run_verb(flags: Mapping[str, Any]) -> None:
+def run_verb(*, dry_run: bool, gpu_gib: float | None, samples: int | None, **flags: Any) -> None:
     """Runs the verb ``finetune`` of the command line by its flags."""
-    flags = dict(flags)
-    is_dry = flags.pop("dry_run")
-    limits = {name: flags.pop(name) for name in ("gpu_gib", "samples")}
-    for name, value in limits.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{flag} is {value:g}: wanted more than 0")
-        if value is not None and not is_dry:
-            raise ValueError(f"{flag} is for --dry-run: add that, or leave it out")
     tuning = FineTuning(**flags)
-    if is_dry:
-        print(tuning.dry_run(**limits), end="")
+    if dry_run:
+        print(tuning.dry_run(gpu_gib, samples), end="")
         return
+    if gpu_gib is not None or samples is not None:
+        raise ValueError("--gpu-gib and --samples are of --dry-run: add that, or leave them out")
 
     def work(context: Context) -> None:
         tuning.run(context)

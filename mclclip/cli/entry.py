@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip.cli import process
-from mclclip.cli.flag_parser import check_paths, print_completion, requires_stage, verbs_of
+from mclclip.cli.flag_parser import check_paths, print_completion, verbs_of
 from mclclip.cli.flags import build_parser
 from mclclip.ranks import failures, signals
 from mclclip.util import advice
@@ -22,18 +22,10 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
-# Parsed names that are no arguments of the function of a verb.
-_COMMON = {
-    "verb",
-    "debug",
-    "verbose",
-    "config",
-    "overrides",
-    "function",
-    "standalone",
-    "image_rows",
-    "parser",
-}
+# Parsed names that are no arguments of the function of a verb; nor are, of a verb that gets a
+# configuration, the words that make it.
+_COMMON = {"verb", "debug", "verbose", "function", "standalone", "parser"}
+_OF_CONFIG = {"config", "overrides"}
 # Verbs that do not import torch.
 _QUICK = {"recipes", "completion", "compare"}
 # Flags of an export to another library's layout.
@@ -44,7 +36,8 @@ _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the flags of a verb by name: the arguments of its function."""
-    others = _COMMON | ({*_CONVERSION} if args.verb == "export" else set())
+    others = _COMMON if args.standalone else _COMMON | _OF_CONFIG
+    others = others | {*_CONVERSION} if args.verb == "export" else others
     return {name: value for name, value in vars(args).items() if name not in others}
 
 
@@ -106,31 +99,12 @@ def _soup(args: argparse.Namespace) -> object:
     return soup.run(**flags, judge=judge)
 
 
-def _demo(args: argparse.Namespace) -> object:
-    from mclclip.verbs import demo
-
-    return demo.run(
-        Path(args.out or ("runs/demo_short" if args.short else "runs/demo")),
-        seeds=args.seeds,
-        overrides=args.overrides,
-        short=args.short,
-    )
-
-
 def _race(args: argparse.Namespace) -> object:
     from mclclip.verbs import race
 
     entries = args.config, args.remedies, args.seeds, args.only, args.overrides
     entered = race.Race(*entries, force=args.force)
     return process.run(entered.job, "race", entered.run, check=entered.check)
-
-
-def _report(args: argparse.Namespace) -> object:
-    from mclclip.verbs import report
-
-    # Other verbs take the folder as run_dir=FOLDER, so this one accepts that too.
-    folder = args.run_dir and str(args.run_dir).removeprefix("run_dir=")
-    return report.run(folder, config=args.config, out=args.out)
 
 
 def _config(args: argparse.Namespace) -> object:
@@ -141,10 +115,6 @@ def _config(args: argparse.Namespace) -> object:
         print(explaining.explain(args.explain))
         return None
     options = config.load(args.config, args.overrides)
-    if options.eval.suite:
-        from mclclip.eval import prompts  # pyarrow and pandas: half a second
-
-        prompts.check_suite(options.eval.suite)
     if args.plan:
         from mclclip.verbs import plan
 
@@ -182,37 +152,17 @@ def _doctor(args: argparse.Namespace) -> object:
     return data_check.run(config.load(args.data, args.overrides))
 
 
-def _finetune(args: argparse.Namespace) -> object:
-    from mclclip import api
-
-    api.run_verb(flags_of(args) | {"overrides": args.overrides})
-    return None
-
-
+# Of other verbs it is ``run`` in their module.
 _FUNCTIONS: dict[str, Callable[..., object]] = {
-    "finetune": _finetune,
+    "finetune": _function("api.run_verb"),
     "pack": _function("verbs.pack.pack"),
-    "make-dataset": _function("verbs.make_dataset.run"),
-    "make-pairs": _function("verbs.make_pairs.run"),
     "soup": _soup,
-    "compare": _function("verbs.compare.run"),
-    "report": _report,
-    "demo": _demo,
     "recipes": _function("util.shipped.run"),
     "completion": lambda args: print_completion(build_parser(), args.shell),
     "doctor": _doctor,
     "config": _config,
-    "index": _function("verbs.index.run"),
-    "texts": _function("verbs.texts.run"),
-    "embed": _function("verbs.embed.run"),
-    "cluster": _function("verbs.cluster.run"),
-    "relocate": _function("verbs.relocate.run"),
     "train": _train,
     "export": _export,
-    "eval": _function("verbs.eval.run"),
-    "analyse": _function("verbs.analyse.run"),
-    "blindspots": _function("verbs.blindspots.run"),
-    "filter": _function("verbs.filter.run"),
     "run": _run,
     "race": _race,
 }
@@ -244,7 +194,8 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the words. Overrides may be anywhere, while argparse allows them in one place only."""
     parser = build_parser()
     args, more = parser.parse_known_args(argv)
-    args.function = _FUNCTIONS[args.verb]
+    module = args.verb.replace("-", "_")
+    args.function = _FUNCTIONS.get(args.verb) or _function(f"verbs.{module}.run")
     if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):
         wrong = " ".join(word for word in more if word.startswith("-")) or " ".join(more)
         how = ", and options of the configuration are key.path=value, such as train.lr=1e-5"
@@ -289,13 +240,8 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
                 )
     if getattr(args, "explain", None) is not None and args.overrides:
         parser.error(f"config --explain takes one option: leave out {' '.join(args.overrides)}")
-    if getattr(args, "image_rows", False):
-        args.overrides.append("image_rows.enabled=true")
-    readers = {
-        name: requires_stage(verb)
-        for name, verb in verbs_of(parser).items()
-        if not verb.get_default("standalone")
-    }
+    verbs = verbs_of(parser).items()
+    readers = [name for name, verb in verbs if not verb.get_default("standalone")]
     advice.remember(args.verb, argv, run=_words_of_run(args), readers=readers)
     return args
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,6 +77,14 @@ def whole_number(minimum: int, text: str) -> int:
             f"got {text!r}, wanted a whole number of {minimum} or more"
         )
     return int(text)
+
+
+def positive(text: str, most: float = 1e9) -> float:
+    """Type of a flag that is a number above 0, and at most ``most``."""
+    with suppress(ValueError):
+        if 0 < (number := float(text)) <= most:
+            return number
+    raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0, at most {most:g}")
 
 
 def parse_path(text: str) -> Path:
@@ -149,11 +158,3 @@ def print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
         "zsh": f"{recipes['zsh']}() {{ {either}; }}",
     }
     print(shtab.complete(parser, shell, preamble=preamble))
-
-
-def requires_stage(verb: argparse.ArgumentParser) -> bool:
-    """Returns True if a verb needs the flag --stage, or another one in its place."""
-    needed = [action for action in verb._actions if action.required]
-    for group in verb._mutually_exclusive_groups:
-        needed += group._group_actions if group.required else []
-    return any(action.dest == "stage" for action in needed)

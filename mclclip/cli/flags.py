@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import __version__
+from mclclip.cli import flag_parser
 from mclclip.cli.flag_parser import Parser, character, parse_named_path, parse_path, whole_number
 from mclclip.data import datasets
 from mclclip.util import shipped
 from mclclip.util.remake import Remake
 
 _COUNT, _POSITIVE = partial(whole_number, 0), partial(whole_number, 1)
+_RATE = flag_parser.positive
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
 _STAGE = "number of the stage; 0 is the base model"
@@ -120,16 +122,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _remaking(artifacts: Remake) -> dict[str, Any]:
-    """Returns the arguments of a flag --force that makes ``artifacts`` again."""
-    return {"action": "store_const", "const": artifacts, "default": Remake.NOTHING}
-
-
-def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
+def _add(verbs: Any, name: str, force: str = "", *, alone: bool = False) -> argparse.ArgumentParser:
     """Returns the parser of a verb, whose flags are the arguments of its function.
 
-    A verb with ``force`` reads a configuration; ``force`` is the help of its flag --force, or empty
-    if it has no such flag.
+    ``force`` is the help of its flag --force, or empty if it has no such flag. A verb that stands
+    ``alone`` reads no configuration.
     """
     entry = re.search(rf"^  {name} +(.*?)\n +\$ (.*?)$", _VERBS, re.M | re.S)
     assert entry, f"the verb {name} has no entry with an example in _VERBS"
@@ -137,20 +134,17 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
     text = " ".join(text.split())
     words = {"description": textwrap.fill(text, 80), "epilog": f"example: {example}"}
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, **words)
-    verb.set_defaults(standalone=force is None, parser=verb)
+    verb.set_defaults(standalone=alone, parser=verb)
     verb.add_argument("--debug", action="store_true", help="show tracebacks")
     verb.add_argument("--verbose", action="store_true", help="more lines in the log")
-    if force is not None:
-        _add_config_options(verb)
+    if not alone:
+        verb.add_argument("--config", metavar="FILE", help="YAML, or a shipped recipe's name")
+        _add_overrides(verb)
     if force:
-        remade = Remake.UNFIT if force == _UNFIT else Remake.ALL
-        verb.add_argument("--force", help=force, **_remaking(remade))
+        remade: dict[str, Any] = {"const": Remake.UNFIT if force == _UNFIT else Remake.ALL}
+        remade |= {"action": "store_const", "default": Remake.NOTHING, "help": force}
+        verb.add_argument("--force", **remade)
     return verb
-
-
-def _add_config_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--config", metavar="FILE", help="YAML, or a shipped recipe's name")
-    _add_overrides(verb)
 
 
 def _add_overrides(verb: argparse.ArgumentParser) -> None:
@@ -162,7 +156,7 @@ def _add_overrides(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_finetune(verbs: Any) -> None:
-    verb = _add(verbs, "finetune")
+    verb = _add(verbs, "finetune", alone=True)
     add = verb.add_argument
     add("images", type=parse_path, metavar="IMAGES", help="what 'mclclip pack' packs")
     add("--captions", type=parse_path, metavar="PATH", help=_CAPTIONS)
@@ -188,13 +182,13 @@ def _add_finetune(verbs: Any) -> None:
     add = verb.add_argument_group("settings alone").add_argument
     add("--dry-run", action="store_true", help="print the settings; writes nothing")
     gpu = "of --dry-run: choose for a GPU of this memory, which need not be here"
-    add("--gpu-gib", type=float, metavar="M", help=gpu)
+    add("--gpu-gib", type=_RATE, metavar="M", help=gpu)
     samples = "of --dry-run: how many pictures there will be (default: counted)"
     add("--samples", type=_POSITIVE, metavar="N", help=samples)
 
 
 def _add_pack(verbs: Any) -> None:
-    add = _add(verbs, "pack").add_argument
+    add = _add(verbs, "pack", _FORCE, alone=True).add_argument
     source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards, "
     source += "or hf://datasets/ORG/NAME of the Hugging Face hub"
     add("source", metavar="SOURCE", type=parse_path, help=source)
@@ -211,17 +205,15 @@ def _add_pack(verbs: Any) -> None:
     add("--delimiter", type=character, help="default: by suffix (.tsv: tab) and header")
     add("--key-prefix", default="", help="put before the running number of a key")
     add("--size", type=_COUNT, default=0, metavar="N", help=_SIZE)
-    add("--force", help=_FORCE, **_remaking(Remake.ALL))
 
 
 def _add_make_dataset(verbs: Any) -> None:
-    verb = _add(verbs, "make-dataset")
+    verb = _add(verbs, "make-dataset", _FORCE, alone=True)
     add = verb.add_argument
     names = datasets.NAMES
     add("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
     add("--seed", type=_COUNT, default=0, help="of what is drawn")
-    add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("options of some data sets").add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
     shards: dict[str, Any] = {"dest": "source", "action": "append", "metavar": "FOLDER"}
@@ -249,7 +241,7 @@ def _add_make_dataset(verbs: Any) -> None:
 
 
 def _add_make_pairs(verbs: Any) -> None:
-    add = _add(verbs, "make-pairs").add_argument
+    add = _add(verbs, "make-pairs", _FORCE, alone=True).add_argument
     shards = "whose *.tar are read; of pictures that no training reads"
     add("--shards", type=parse_path, required=True, metavar="FOLDER", help=shards)
     add("--captions", default="txt", help="of the shards: txt (default), lines or json:FIELD")
@@ -258,11 +250,10 @@ def _add_make_pairs(verbs: Any) -> None:
     add("--confused", type=Path, metavar="FOLDER", help="blind spots of a run on these shards")
     add("--per-rule", type=_POSITIVE, default=200, metavar="N", help="items of a rule at most")
     add("--seed", type=_COUNT, default=0, help="of what is drawn")
-    add("--force", help=_FORCE, **_remaking(Remake.ALL))
 
 
 def _add_soup(verbs: Any) -> None:
-    verb = _add(verbs, "soup")
+    verb = _add(verbs, "soup", _FORCE, alone=True)
     add = verb.add_argument
     methods = "equal shares; models that do not lower the score, the best first; the line between "
     add("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
@@ -278,7 +269,6 @@ def _add_soup(verbs: Any) -> None:
     add("--images", type=parse_path, metavar="FOLDER", help=images)
     base = "models do not record one base, but are known to have one"
     add("--any-base", action="store_true", help=base)
-    add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("score").add_argument
     held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
     add("--held-out", type=parse_path, metavar="FOLDER", help=held_out)
@@ -297,7 +287,7 @@ def _add_soup(verbs: Any) -> None:
 
 
 def _add_compare(verbs: Any) -> None:
-    add = _add(verbs, "compare").add_argument
+    add = _add(verbs, "compare", alone=True).add_argument
     add("runs", nargs="+", type=parse_path, metavar="RUN_DIR", help="with results.jsonl")
     model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
     add("--model", dest="models", metavar="NAME", help=model, **_SEVERAL)
@@ -311,7 +301,7 @@ def _add_compare(verbs: Any) -> None:
 
 
 def _add_report(verbs: Any) -> None:
-    add = _add(verbs, "report").add_argument
+    add = _add(verbs, "report", alone=True).add_argument
     add("run_dir", nargs="?", type=parse_path, metavar="RUN_DIR", help="default: of --config")
     recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
     add("--config", metavar="FILE", help=recorded)
@@ -319,9 +309,10 @@ def _add_report(verbs: Any) -> None:
 
 
 def _add_demo(verbs: Any) -> None:
-    verb = _add(verbs, "demo")
+    verb = _add(verbs, "demo", alone=True)
     add = verb.add_argument
-    add("--out", help="run directory (one below it per seed; default: runs/demo)")
+    out = "run directory (one below it per seed; default: runs/demo)"
+    add("--out", type=Path, metavar="FOLDER", help=out)
     short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
     add("--short", action="store_true", help=short)
     add("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
@@ -331,10 +322,11 @@ def _add_demo(verbs: Any) -> None:
 def _add_checks(verbs: Any) -> None:
     """Adds the verbs that check the machine, a run or a configuration."""
     copy = "write launch/ and slurm/ with all recipes and scripts into this folder"
-    _add(verbs, "recipes").add_argument("--copy", type=Path, metavar="FOLDER", help=copy)
-    verb = _add(verbs, "completion")
+    recipes = _add(verbs, "recipes", alone=True)
+    recipes.add_argument("--copy", type=Path, metavar="FOLDER", help=copy)
+    verb = _add(verbs, "completion", alone=True)
     verb.add_argument("shell", choices=["bash", "zsh"], help="whose script to print")
-    verb = _add(verbs, "doctor")
+    verb = _add(verbs, "doctor", alone=True)
     verb.add_argument("--path", type=Path, default=".", help="where runs will be written")
     data = "check the data of this configuration instead (YAML, or a shipped recipe's name): "
     data += "copies, lengths, sizes, what cannot be decoded, groups"
@@ -344,7 +336,7 @@ def _add_checks(verbs: Any) -> None:
     text = "a run, whose files are compared with what was written; with --data: options"
     verb.add_argument("overrides", nargs="*", default=[], metavar="RUN | KEY=VALUE", help=text)
     verb = _add(verbs, "config")
-    _add_config_options(verb)
+    verb.set_defaults(standalone=True)
     explain = "print text, type, default and allowed values of the option KEY, or of all that "
     explain += "begin with it"
     verb.add_argument("--explain", nargs="?", const="", metavar="KEY", help=explain)
@@ -354,16 +346,21 @@ def _add_checks(verbs: Any) -> None:
     add("--nodes", type=_POSITIVE, metavar="N", help="default 1")
     gpus = "default 1; with this or --nodes a too small disk here is a warning"
     add("--gpus-per-node", type=_POSITIVE, metavar="G", help=gpus)
-    add("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
+    add("--gpu-memory-gib", type=_RATE, metavar="M", help="refuse what needs more")
     add("--samples", type=_POSITIVE, metavar="N", help="used where there is no index yet")
     add("--json", action="store_true", help="sizes in bytes")
     peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
-    add("--peak-tflops", type=float, metavar="P", help=peak)
-    add("--share", type=float, metavar="F", help="of that peak which is reached (default 0.3)")
+    add("--peak-tflops", type=_RATE, metavar="P", help=peak)
+    add(
+        "--share",
+        type=partial(_RATE, most=1),
+        metavar="F",
+        help="of that peak which is reached (default 0.3)",
+    )
     rate = "measured in training on one GPU; used for its hours instead of peak and share"
-    add("--samples-per-s", type=float, metavar="S", help=rate)
+    add("--samples-per-s", type=_RATE, metavar="S", help=rate)
     images = "measured in embedding on one GPU, likewise"
-    add("--images-per-s", type=float, metavar="S", help=images)
+    add("--images-per-s", type=_RATE, metavar="S", help=images)
 
 
 # --- flags of verbs that read a configuration ----------------------------------------------------
@@ -383,9 +380,6 @@ def _add_stages(verbs: Any) -> None:
     add = verb.add_argument
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
-    cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
-    cache += "as image_rows.enabled=true, which later verbs need too)"
-    add("--image-rows", action="store_true", help=cache)
     add = _add(verbs, "cluster", _REMAKE).add_argument
     add("--stage", type=_COUNT, required=True, help=_STAGE)
     add = _add(verbs, "relocate", _REMAKE).add_argument
@@ -435,7 +429,7 @@ def _add_figures(verbs: Any) -> None:
     widths = "the first so many numbers of features too (default: those that were trained)"
     add("--widths", type=_POSITIVE, help=widths, **_SEVERAL)
     add("--details", action="store_true", help="show further directions and optimistic figures too")
-    verb = _add(verbs, "analyse", "")
+    verb = _add(verbs, "analyse")
     figures = "some figures, such as tsne; default: all that the run has data for"
     verb.add_argument("--figures", metavar="NAME,...", help=figures)
 

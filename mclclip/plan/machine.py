@@ -10,7 +10,6 @@ GIB = 2**30
 PEAK_TFLOPS, SHARE = 312.0, 0.3
 # The smallest and the largest share that was measured or published (docs/pages/evidence/cost.md).
 SHARES = 0.06, 0.42
-_MOST = 100_000  # nodes, and GPUs of a node
 # Peak of each number format, as a share of that of bf16: those of an A100, without TF32.
 PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}
 
@@ -39,11 +38,6 @@ class Machine:
         nodes, gpus_per_node = (1 if n is None else n for n in (nodes, gpus_per_node))
         return cls(nodes, gpus_per_node, memory_gib, elsewhere)
 
-    def __post_init__(self) -> None:
-        _check_range("nodes", self.nodes, _MOST)
-        _check_range("gpus-per-node", self.gpus_per_node, _MOST)
-        _check_range("gpu-memory-gib", self.memory_gib)
-
     @property
     def ranks(self) -> int:
         """Number of processes, one for each GPU."""
@@ -66,10 +60,6 @@ class Speed:
     samples_per_s: float | None = None
     images_per_s: float | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _check_range(name.replace("_", "-"), value, 1 if name == "share" else float("inf"))
-
     def fill_defaults(self, on_cpu: bool) -> Speed:
         """Replaces None by defaults; the peak of a CPU stays unknown."""
         peak = PEAK_TFLOPS if self.peak_tflops is None and not on_cpu else self.peak_tflops
@@ -82,10 +72,3 @@ class Speed:
         """
         assert self.peak_tflops is not None and self.share is not None
         return operations / (1e12 * self.peak_tflops * self.share * PEAK_OF[precision])
-
-
-def _check_range(option: str, value: float | None, most: float = float("inf")) -> None:
-    """Raises ValueError for a number that is not above 0, finite and at most ``most``."""
-    if value is not None and not (0 < value <= most and value < float("inf")):
-        limit = f" and at most {most:,}" if most < float("inf") else ""
-        raise ValueError(f"--{option} is {value}: wanted more than 0{limit}")

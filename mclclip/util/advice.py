@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
+OF_STAGE = ("embed", "cluster", "relocate", "train")
+"""Verbs that require a stage."""
 # These verbs read labels that 'mclclip cluster' has made one stage earlier.
 _READ_LABELS = ("train", "relocate")
 
@@ -26,7 +27,7 @@ class _Typed:
     verb = ""
     words: tuple[str, ...] = ()  # after ``mclclip``; ``--flag=value`` is split into two words
     run: tuple[str, ...] = ()
-    readers: Mapping[str, bool] = MappingProxyType({})
+    readers: Sequence[str] = ()
 
 
 def remember(
@@ -34,16 +35,16 @@ def remember(
     words: Sequence[str],
     *,
     run: Sequence[str] = (),
-    readers: Mapping[str, bool] = MappingProxyType({}),
+    readers: Sequence[str] = (),
 ) -> None:
     """Stores the command that was typed; empty arguments make this module forget it.
 
     verb     for example 'train'
     words    all words after ``mclclip``
     run      the words that name the user's run to another verb, such as ('--config', 'ucm')
-    readers  every verb that reads a configuration -> whether the verb requires --stage
+    readers  the verbs that read a configuration
     """
-    _Typed.verb, _Typed.run, _Typed.readers = verb, tuple(run), readers
+    _Typed.verb, _Typed.run, _Typed.readers = verb, tuple(run), tuple(readers)
     split = (word.split("=", 1) if re.match(r"--[a-z-]+=", word) else [word] for word in words)
     _Typed.words = tuple(part for word in split for part in word)
 
@@ -118,10 +119,10 @@ def _shown(words: Sequence[str]) -> str:
 
 def _stage(verb: str, text: str) -> str:
     """Returns for example '--stage 1' for the suggested ``verb``, or '' (see ``complete``)."""
-    if not _Typed.readers[verb]:  # without --stage the verb does something else: add it with care
-        folder = re.search(rf"stage_(\d+)/{verb}\b", text)
-        return f"--stage {folder[1]}" if folder else ""
-    if folder := re.search(r"stage_(\d+)/(\w+)", text):
+    folder = re.search(r"stage_(\d+)/(\w+)", text)
+    if verb not in OF_STAGE:  # without --stage 'export' joins the stages
+        return f"--stage {folder[1]}" if folder and folder[2] == verb else ""
+    if folder:
         made_one_earlier = folder[2] == "pseudo_labels"
         return f"--stage {int(folder[1]) - made_one_earlier}"
     if "--stage" in _Typed.words[:-1]:

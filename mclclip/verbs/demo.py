@@ -55,15 +55,20 @@ def _quote(value: Path | str) -> str:
 
 
 def run(
-    out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = (), short: bool = False
+    out: Path | None,
+    *,
+    seeds: Sequence[int],
+    overrides: Sequence[str] = (),
+    short: bool = False,
 ) -> str:
-    """Runs the demo for each seed; prints and returns a table of all seeds, and the path of every
-    run's report.
+    """Runs the demo for each seed in ``out`` (default: runs/demo, or runs/demo_short); prints and
+    returns a table of all seeds, and the path of every run's report.
 
     ``short`` runs every verb in seconds, to check an installation; its figures say nothing about
     the method. ``overrides`` replace options of the recipe and of the short form. The table, with
     mean and standard deviation over several seeds, is written to ``out/table.md`` too.
     """
+    out = out or Path("runs/demo_short" if short else "runs/demo")
     render = partial(make_dataset.run, "patterns")
     if short:
         render = partial(render, num_samples=SHORT_SAMPLES, num_pairs=SHORT_PAIRS)

@@ -36,7 +36,9 @@ log = logging.getLogger("mclclip")
 NAME = "report.html"
 
 
-def run(run_dir: str | None = None, *, config: str | None = None, out: Path | None = None) -> Path:
+def run(
+    run_dir: str | Path | None = None, *, config: str | None = None, out: Path | None = None
+) -> Path:
     """Writes the page of a run; returns its path.
 
     ``run_dir``: the folder of the run (default: ``run_dir`` of the configuration). ``config``: a

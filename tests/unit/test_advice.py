@@ -15,7 +15,6 @@ import pytest
 
 from mclclip import config
 from mclclip.cli import entry, flag_parser, flags
-from mclclip.cli.flag_parser import requires_stage
 from mclclip.util import advice
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +125,7 @@ def refused(text: str) -> list[str]:
     for verb, words in offered:
         values = re.sub(rf"{UNKNOWN}|%[ds]", "0", words).split()
         has_one = {"--stage", "--encoder"} & {*values}
-        stage = ["--stage", "0"] * (requires_stage(VERBS[verb]) and not has_one)
+        stage = ["--stage", "0"] * (verb in advice.OF_STAGE and not has_one)
         try:
             if values or verb not in ALONE:
                 VERBS[verb].parse_args([*values, *stage])

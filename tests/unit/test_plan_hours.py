@@ -197,19 +197,6 @@ def test_the_clustered_encoder_may_be_another_one() -> None:
     assert head > 0 and 24 / training["samples_per_s"] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"share": 1.2}, "--share is 1.2: .*at most 1"),
-        ({"peak_tflops": -1.0}, "--peak-tflops is -1.0"),
-        ({"samples_per_s": float("nan")}, "--samples-per-s is nan"),
-    ],
-)
-def test_speeds_that_no_gpu_has_are_refused(given: dict[str, float], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Speed(**given)
-
-
 # --- image rows ----------------------------------------------------------------------------------
 
 
