@@ -278,7 +278,7 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
         column = row.metric, row.unit
         models.setdefault(row.model, {})[column] = row
         trials.setdefault(column, set()).add(row.count)
-        if isinstance(value := row.protocol.get("chance"), float):
+        if isinstance(value := row.protocol.get("chance"), int | float):
             chances.setdefault(column, set()).add(value)
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
