@@ -110,7 +110,6 @@ def standings(
         for entrant in (base, *remedies)
         for run in entrant.runs
     }
-
     measured = {f"{benchmark}/{name}" for benchmark, name, _ in cells[base.runs[0]]}
     if unknown := [name for name in metrics if name not in measured]:
         raise ValueError(f"{base.runs[0]} has no figure of {unknown[0]}")

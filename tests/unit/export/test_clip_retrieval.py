@@ -275,7 +275,7 @@ def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
     before = path.read_text()
     fields = json.loads(before)
     path.write_text(json.dumps(fields | {"digest": "made again"}))
-    refused(ValueError, r"\(stage_1\).*--force", source, kept)
+    refused(ValueError, "stage_1.*--force", source, kept)
     path.write_text(json.dumps(fields | {"config": fields["config"] | {"feature": "pooled"}}))
     refused(ValueError, "before the projection.*embed.feature=projected", source)
     path.write_text(before)
