@@ -217,7 +217,7 @@ class Checkpoints:
         Damaged steps are renamed, with one warning for all of them. If no step here is intact, the
         newest intact one of the mirror is copied here. Raises RuntimeError if all saved steps are
         damaged, if there is none here and the mirror cannot be read, and if the newest intact one
-        is of another training or does not fit ``target``.
+        is of another training or cannot be read.
         """
         collectives.on_main(partial(files.remove_leftovers, self.directory))
         damage: list[str] = []  # a text for each step that was renamed
@@ -234,7 +234,6 @@ class Checkpoints:
             return 0
         state, path = dict(target.state_dict()), path_of(self.directory, step)
         collectives.on_main(lambda: step_files.check_identity(path, self.identity))
-        collectives.raise_on_every_rank(lambda: step_files.check_fit(path, state))
         step_files.read(path, state, alone=collectives.world_size() == 1)
         target.load_state_dict(state)
         if main and (damage or from_mirror):
@@ -275,7 +274,5 @@ def _first_failure(failures: list[str | None]) -> str | None:
 
     For example 'rank 2: disk full'; without the rank if all ranks failed in the same way.
     """
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            return failure if len(set(failures)) == 1 else f"rank {rank}: {failure}"
-    return None
+    failed = (f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+    return failures[0] if len(set(failures)) == 1 else next(failed)

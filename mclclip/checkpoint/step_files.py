@@ -270,34 +270,6 @@ def read(path: Path, state: State, *, alone: bool) -> None:
         raise make_read_error(path, error) from error
 
 
-def check_fit(path: Path, state: State) -> None:
-    """Raises RuntimeError unless the step at ``path`` has all tensors of ``state`` in the same
-    shapes, and no tensors of the model besides."""
-    stored = read_metadata(path).state_dict_metadata
-    missing = [name for name in state if name not in stored]
-    foreign = [name for name in stored if name.startswith("model.") and name not in state]
-    reshaped = [
-        f"{name} is {list(item.size)} there, {list(value.shape)} here"
-        for name, value in state.items()
-        if isinstance(item := stored.get(name), TensorStorageMetadata) and item.size != value.shape
-    ]
-    problem = (
-        f"it lacks {_count(missing)}" if missing
-        else f"it holds {_count(foreign)}, which the model lacks" if foreign
-        else reshaped[0] if reshaped
-        else None
-    )  # fmt: skip
-    if problem is not None:
-        raise RuntimeError(
-            f"the checkpoint {path} does not fit: {problem}. It is of another model or training: "
-            f"use the options it was made with, or another run directory"
-        )
-
-
-def _count(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
 def load_model_state(directory: Path, step: int, part: str = "model") -> dict[str, Tensor]:
     """Reads the tensors of one ``part`` ('model' or 'ema') of a saved step, on the CPU, by name.
 

@@ -294,27 +294,6 @@ def test_the_one_before_is_used_instead_of_a_damaged_one(
     assert Checkpoints(tmp_path, CheckpointConfig()).resume(target) == 8 and not warnings_of(caplog)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "what"),
-    [
-        ("model.wide", None, "it holds model.wide, which the model lacks"),
-        ("model.new", (3,), "it lacks model.new"),
-        ("model.wide", (64, 34), r"model.wide is \[64, 33\] there, \[64, 34\] here"),
-    ],
-)
-def test_an_intact_one_of_another_model_is_no_damage(
-    tmp_path: Path, name: str, size: tuple[int, ...] | None, what: str
-) -> None:
-    target = Source(1)
-    target.state |= {} if size is None else {name: torch.zeros(size)}
-    if size is None:
-        del target.state[name]
-    saved(tmp_path, 4, 8)
-    with pytest.raises(RuntimeError, match=rf"step_00000008 does not fit: {what}"):
-        Checkpoints(tmp_path, CheckpointConfig()).resume(target)
-    assert files(tmp_path) == ["step_00000004", "step_00000008"] and target.loads == 0
-
-
 # --- failed saves ------------------------------------------------------------------------------
 
 
