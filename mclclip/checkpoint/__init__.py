@@ -45,19 +45,14 @@ class CheckpointConfig:
     checkpoints of its own, also one that ``--force`` moved aside, goes on from its copies there."""
 
     def __post_init__(self) -> None:
-        if self.mirror is not None:
-            check_url(self.mirror)
-
-
-def check_url(url: str) -> None:
-    """Raises ValueError for a mirror that is empty, of an unknown protocol, or holds a secret."""
-    if not url or protocol_of(url) not in _PROTOCOLS:
-        raise ValueError(
-            f"mirror={files.printable(url)!r} cannot be used: give a folder by its path, or a url "
-            "of s3://, gs:// or az://"
-        )
-    if protocol_of(url) is not None and ("?" in url or "@" in url):
-        raise ValueError(
-            f"mirror={files.printable(url.rpartition('@')[2])!r} holds a query or a password: "
-            "leave it out, and put it into the environment, since warnings show this url"
-        )
+        url = self.mirror
+        if url is not None and (not url or protocol_of(url) not in _PROTOCOLS):
+            raise ValueError(
+                f"mirror={files.printable(url)!r} cannot be used: give a folder by its path, or a "
+                "url of s3://, gs:// or az://"
+            )
+        if url is not None and protocol_of(url) is not None and ("?" in url or "@" in url):
+            raise ValueError(
+                f"mirror={files.printable(url.rpartition('@')[2])!r} holds a query or a password: "
+                "leave it out, and put it into the environment, since warnings show this url"
+            )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -250,14 +250,6 @@ if code of ours around it failed on one rank, the other ranks would wait in it."
 # --- reading -----------------------------------------------------------------------------------
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Reads DCP's metadata of the step at ``path``. Raises RuntimeError if it is damaged."""
-    try:
-        return FileSystemReader(str(path)).read_metadata()
-    except (Exception, CheckpointException) as error:  # every kind of error means damage
-        raise make_read_error(path, error) from error
-
-
 def read(path: Path, state: State, *, alone: bool) -> None:
     """Fills the tensors of ``state`` in place from the step at ``path``.
 
@@ -278,9 +270,9 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
     path = path_of(directory, step)
     try:
         read_entries(path, step)
-    except Damaged as error:
+        stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    except (Exception, CheckpointException) as error:  # every kind of error means damage
         raise make_read_error(path, error) from error
-    stored = read_metadata(path).state_dict_metadata
     state = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
         for name, item in stored.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,6 @@ from mclclip.ranks import signals
 from mclclip.ranks.failures import LostWorker
 
 T = TypeVar("T")
-log = logging.getLogger("mclclip")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,9 +30,7 @@ def die_with_parent(parent: int | None = None) -> None:
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid() if parent is None else parent
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        log.warning("prctl(PR_SET_PDEATHSIG) failed: a worker may outlive a killed launcher")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
