@@ -33,17 +33,17 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_825,
-    "functions": 2_746,
-    "functions of two lines or fewer": 771,
-    "classes": 334,
-    "dataclasses": 183,
+    "lines": 32_290,
+    "functions": 2_698,
+    "functions of two lines or fewer": 762,
+    "classes": 331,
+    "dataclasses": 180,
     "options": 192,
-    "arrows between rooms": 329,
+    "arrows between rooms": 326,
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 96,
-    "lines of tests": 45_388,
+    "lines of tests": 45_321,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
