@@ -33,8 +33,8 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_290,
-    "functions": 2_698,
+    "lines": 32_331,
+    "functions": 2_701,
     "functions of two lines or fewer": 762,
     "classes": 331,
     "dataclasses": 180,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from urllib.parse import unquote
 
 from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
@@ -86,11 +87,11 @@ def find_pictures(
     """Returns the path below ``root`` of each picture that a table names, by its name.
 
     Names start from ``root``, or from the folder of the table within it: the first of them with a
-    picture. If neither has one, they may be absolute paths of another machine, which end like files
-    below ``root``; or else each name is looked for in all sub-folders, as those of COCO's
-    train2017. A name without a suffix is that of the only picture in its folder that it fits. Names
-    that lead out of ``root`` stay, and so do those of missing pictures. Two spellings of one path
-    give the same path.
+    picture. A file:// url is the path in it. If neither has one, names may be absolute paths of
+    another machine, which end like files below ``root``; or else each name is looked for in all
+    sub-folders, as those of COCO's train2017. A name without a suffix is that of the only picture
+    in its folder that it fits. Names that lead out of ``root`` stay, and so do those of missing
+    pictures. Two spellings of one path give the same path.
 
     Raises the error of ``ask``, of a message and a folder, if a name has files in two sub-folders.
     """
@@ -115,8 +116,9 @@ def find_pictures(
         return os.path.join(place, fitting[0]) if len(fitting) == 1 else path
 
     for start in (base, *[beside] * beside.startswith(base + os.sep)):
-        if any(os.path.isfile(file_at(start, name)) for name in names):
-            return {name: _path_below(base, file_at(start, name), name) for name in names}
+        paths = {name: file_at(start, _plain_path(name)) for name in names}
+        if any(map(os.path.isfile, paths.values())):
+            return {name: _path_below(base, path, name) for name, path in paths.items()}
     if (elsewhere := _folder_elsewhere(names, root, roots, file_at)) is not None:
         log.info("%s names pictures in %s: they are read from %s", table, elsewhere, root)
         tails = {name: _plain_path(name).removeprefix(elsewhere) for name in names}
@@ -175,7 +177,10 @@ def _folder_elsewhere(
 
 
 def _plain_path(name: str) -> str:
-    """Returns an absolute path with single slashes; another name stays."""
+    """Returns the path of a file:// url, and an absolute path with single slashes; another name
+    stays."""
+    if name.startswith("file:/"):
+        name = "/" + unquote(name.removeprefix("file:")).lstrip("/")
     return name[:1] + re.sub("/+", "/", name[1:]) if _ABSOLUTE.match(name) else name
 
 

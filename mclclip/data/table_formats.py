@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ import pandas as pd  # noqa: F401 (see shard_scan)
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mclclip.data.decode import PICTURE_SUFFIXES, suffix_of
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import (
     MAX_IMAGE_BYTES,
@@ -61,6 +62,7 @@ class Format:
     count       number of rows; None: not known
     fixed       the columns of images and of captions, if the format has no other columns
     unreadable  the types of columns that cannot be read, by name
+    lacking     a file that lacks a column of the first file, by the column
     """
 
     columns: Fields
@@ -68,6 +70,7 @@ class Format:
     count: int | None = None
     fixed: tuple[str, str] | None = None
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    lacking: Mapping[str, Path] = field(default_factory=dict)
 
 
 def is_stored(value: Any) -> bool:
@@ -138,6 +141,7 @@ def _arrow(files: Sequence[Path]) -> Format:
     """Opens Parquet, or Arrow: streams, which ``datasets`` saves, and files, such as Feather's."""
     count = 0
     schemas: list[pa.Schema] = []
+    lacking: dict[str, Path] = {}
     for path in files:
         with _one_line(path):
             if path.suffix.lower() == ".parquet":
@@ -147,9 +151,10 @@ def _arrow(files: Sequence[Path]) -> Format:
             else:
                 with _open_arrow(path) as (schema, _):
                     schemas.append(schema)
+        lacking |= dict.fromkeys({*schemas[0].names} - {*schemas[-1].names}, path)
     check_once(files[0], schemas[0].names)
     batches = partial(map, lambda path: (path.name, _batches(path)), files)
-    return arrow_format(schemas[0], count or None, batches)
+    return replace(arrow_format(schemas[0], count or None, batches), lacking=lacking)
 
 
 def arrow_format(
@@ -163,8 +168,9 @@ def arrow_format(
     ``batches`` yields a name for messages and the rows of each file; ``read`` is applied to each
     row, to read what lies beside the table.
     """
+    as_text: set[str] = set()
 
-    def rows(_: Findings) -> Rows:
+    def rows(findings: Findings) -> Rows:
         for name_of_file, of_file in batches():
             number = 0
             for batch in of_file:
@@ -173,11 +179,17 @@ def arrow_format(
                     number += 1
                     for name, (column, part) in nested.items():
                         fields[name] = [item and item[part] for item in fields[column] or []]
-                    yield f"{name_of_file} row {number}", read(fields)
+                    where = f"{name_of_file} row {number}"
+                    for name in as_text & fields.keys():
+                        data, fields[name] = fields[name], _decode(fields[name])
+                        findings.add("bad_text", *[where] * bool(data and not fields[name]))
+                    yield where, read(fields)
 
     head = rows(Findings())
     _, first = next(head, ("", {}))
-    examples = _examples(schema)
+    as_text |= _text_columns(schema, first)
+    first |= {name: _decode(first.get(name)) for name in as_text}
+    examples = _examples(schema) | dict.fromkeys(as_text, "")
     columns = examples | {n: v for n, v in first.items() if n in examples and v is not None}
     for name in [n for n, value in columns.items() if is_stored(value) and not holds_bytes(value)]:
         more = (fields.get(name) for _, fields in itertools.islice(head, _EXAMPLES))
@@ -187,6 +199,25 @@ def arrow_format(
     unreadable = {field.name: str(field.type) for field in schema if field.name not in readable}
     columns |= {name: [] for name in nested}
     return Format(columns, rows, count, unreadable=unreadable)
+
+
+def _text_columns(schema: pa.Schema, first: Fields) -> set[str]:
+    """Finds columns of bytes that are text, as Spark writes it: captions, and file names."""
+    stored = {name: b"" for name, example in _examples(schema).items() if example == b""}
+    names = [
+        name
+        for name in present_columns(stored, IMAGE_COLUMNS)
+        if suffix_of((_decode(first.get(name)) or "").strip()) in PICTURE_SUFFIXES
+    ]
+    return {*present_columns(stored, CAPTION_COLUMNS), *names}
+
+
+def _decode(data: bytes | None) -> str | None:
+    """Decodes bytes to text; "" if they are not UTF-8."""
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return ""
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:

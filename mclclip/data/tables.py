@@ -188,6 +188,12 @@ def open_table(
         raise ValueError(f"{path} is empty: it names no columns")
     images = _image_column(path, root, table, path_column, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
+    for column in (images, *texts):
+        if (top := column.partition(".")[0]) in table.lacking:
+            raise ValueError(
+                f"{table.lacking[top]} has no column {column!r}, which {files[0]} has: name "
+                "their columns alike, or give those that have it"
+            )
     return Table(
         path=path,
         root=root,

@@ -106,10 +106,11 @@ def csv_format(path: Path, delimiter: str) -> Format:
                     reader = _TextRows(file, delimiter, has_quotes=delimiter != "\t")
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
+                at, cause, advice = f" line {reader.rows.line_num}", str(error), ""
                 if isinstance(error, UnicodeDecodeError):
-                    raise ValueError(f"{path} is not in {encoding}: save it as UTF-8") from None
-                at = f"line {reader.rows.line_num}"
-                raise ValueError(f"{path} {at} does not parse: {error}") from None
+                    at, advice = _where_broken(path, encoding), ": save it as UTF-8"
+                    cause = f"'{error.encoding}' codec can't decode it ({error.reason})"
+                raise ValueError(f"{path}{at} does not parse: {cause}{advice}") from None
 
     def rows(findings: Findings) -> Rows:
         with opened() as (reader, names):
@@ -171,6 +172,18 @@ def refuse_misread(path: Path, findings: Findings) -> None:
         raise ValueError(f"{path}: {'; '.join(faults)}")
     for line in findings.lines():
         log.warning("%s: %s", path, line)
+
+
+def _where_broken(path: Path, encoding: str) -> str:
+    """Returns ' line N' for the first line that is not UTF-8.
+
+    The error does not know it, since the file is read ahead in blocks.
+    """
+    if encoding != "utf-8-sig":
+        return ""
+    with open(path, encoding=encoding, errors="surrogateescape", newline="") as file:
+        broken = (at for at, line in enumerate(file, start=1) if re.search("[\udc80-\udcff]", line))
+        return f" line {next(broken)}"
 
 
 class _TextRows:

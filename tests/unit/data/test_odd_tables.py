@@ -49,6 +49,12 @@ def feather_table(folder: Path) -> str:
     return "t.arrow"
 
 
+def bytes_table(folder: Path) -> str:
+    names = [name.encode() for name in NAMES]
+    pq.write_table(pa.table({"image": names, "caption": [b"a", b"\xe9"]}), folder / "t.parquet")
+    return "t.parquet"
+
+
 # A maker of the table beside the pictures 0.jpg and 1.jpg, the captions packed, and what is counted
 # beside pictures without captions.
 READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
@@ -65,6 +71,7 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
         write("t.csv", "\ufeff\ufeffimage,caption\n0.jpg,a\n\ufeff1.jpg,b\n"), ["a", "b"], {},
     ),
     "a file of Arrow": (feather_table, ["a", "b"], {}),
+    "text as bytes": (bytes_table, ["a"], {"bad_text": 1, "empty_caption": 1, "no_caption": 1}),
     "Excel's line of the delimiter": (
         write("t.csv", "sep=;\r\nimage;caption\r\n0.jpg;a, x\r\n1.jpg;b\r\n"), ["a, x", "b"], {},
     ),
@@ -155,6 +162,10 @@ def test_what_is_good_in_an_odd_table_is_packed(name: str, folder: Path) -> None
         (
             "t.jsonl", '{"image": "0.jpg"}\n{"image": \n',
             r"t.jsonl line 2 .* JSON: \D* at column \d+$",
+        ),
+        (
+            "t.csv", b"image,caption\n" + b"0.jpg,a\n" * 3000 + b"0.jpg,\xe9\n" + b"0.jpg,a\n" * 9,
+            r"t.csv line 3002 does not parse: 'utf-8' codec can't decode it .[a-z ]*.: save it as",
         ),
     ],
 )  # fmt: skip
@@ -264,6 +275,14 @@ def test_the_offered_pattern_is_typed_as_it_is_and_leaves_the_other_split_out(
         pack(data, Path("out"))
     words = shlex.split(str(error.value).rpartition(": ")[2])
     assert packed(Path(words[2]))[0] == ["0/0.parquet", "1/1.parquet"]
+
+
+def test_a_column_that_one_file_lacks_is_named(folder: Path) -> None:
+    data = folder.parent / "data"
+    parquet_of(data, "0.parquet")
+    parquet_of(data, "1.parquet", column="text")
+    with pytest.raises(ValueError, match=r"1\.parquet has no column 'caption'"):
+        packed(data)
 
 
 def test_shards_of_an_unfinished_pack_are_refused(folder: Path) -> None:

@@ -359,7 +359,7 @@ def test_what_is_ambiguous_is_one_line_with_the_command(
         ("t.csv", b"", r"t\.csv is empty"),
         ("t.csv", b"image,caption,caption\nb.png,a,b\n", "'caption' twice"),
         ("t.csv", b"b.png,0,a\nc.webp,1,b\n", "has no header.*filepath,column_2,title"),
-        ("t.csv", b"image,text\nb.png,caf\xe9\n", "save it as UTF-8"),
+        ("t.csv", b"image,text\nb.png,caf\xe9\n", "does not parse: .*: save it as UTF-8"),
         ("t.csv", b"url,text\nhttp://x/a.jpg,a\n", "has addresses in 'url': fetch the images"),
     ],
 )
@@ -519,6 +519,16 @@ def test_absolute_names_of_another_machine(start: str, tmp_path: Path, photos: P
     images = ((photos / name).read_bytes() for name in ("sub/a.jpg", "b.png"))
     assert packed(tmp_path / "out") == dict(zip(images, [["a"], ["b"]], strict=True))
     assert counts["findings"]["missing_image"]["count"] == 1
+
+
+@pytest.mark.parametrize("root", ["here", "/home/me/photos"])
+def test_file_urls_are_the_paths_in_them(root: str, tmp_path: Path, photos: Path) -> None:
+    start = photos.as_uri() if root == "here" else f"file://{root}"
+    rows = [[f"{start}/sub/a.jpg", "a"], [f"{start}/%62.png", "b"]]
+    write_csv(tmp_path / "t.csv", ["image", "caption"], rows)
+    pack(photos, tmp_path / "out", captions=tmp_path / "t.csv")
+    images = ((photos / name).read_bytes() for name in ("sub/a.jpg", "b.png"))
+    assert packed(tmp_path / "out") == dict(zip(images, [["a"], ["b"]], strict=True))
 
 
 def test_texts_in_a_folder_of_their_own(tmp_path: Path, photos: Path) -> None:

@@ -273,7 +273,7 @@ def test_a_named_protocol_has_its_size(tmp_path: Path, protocol: str) -> None:
     [
         ("a.csv", "path,words\na.jpg,x\n", r"missing \['title'\]"),
         ("a.csv", "filepath,title\n", "has no captions"),
-        ("a.csv", b"filepath,title\na.jpg,\xff\n", "save it as UTF-8"),
+        ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv line 2 does not parse"),
         ("a.json", '{"images": [{"id": 1}]}', "no column of images"),
         ("a.csv", "image,caption\n0.jpg,a\n1.jpg,a red, round thing\n", "joined_cells"),
     ],
