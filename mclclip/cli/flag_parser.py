@@ -88,8 +88,9 @@ def positive(text: str, most: float = 1e9) -> float:
 
 
 def parse_path(text: str) -> Path:
-    """Type of a flag whose path, or pattern of paths, must exist (``check_paths``)."""
-    return Path(text)
+    """Type of a flag whose path, or pattern of paths, must exist (``check_paths``). A run may also
+    be named as ``run_dir=FOLDER``, as verbs with a configuration take it."""
+    return Path(text.removeprefix("run_dir="))
 
 
 def parse_named_path(text: str) -> str:

@@ -121,7 +121,7 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
     wrong = [
         ("pack {}/a --out x", "SOURCE {}/a: there is no such file or folder"),
         ("compare {}/a", "RUN_DIR {}/a: there is no such file or folder"),
-        ("report run_dir={}/a", "RUN_DIR run_dir={}/a: there is no such file or folder"),
+        ("report run_dir={}/a", "RUN_DIR {}/a: there is no such file or folder"),
         ("soup uniform --model a={}/x --out y", "--model a={}/x: there is no such file or folder"),
         ("export --to hf --model {}/x --out y", "--model {}/x: there is no such file or folder"),
         ("eval --config ucm --model {}/x", "--model {}/x: there is no such file or folder"),
