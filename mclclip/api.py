@@ -351,7 +351,8 @@ def _has_trained(out: Path) -> bool:
 
 
 def _count(table: Table) -> int | None:
-    """Returns the number of pictures that a table names; None if only reading all would tell.
+    """Returns the number of pictures of a table whose files are there; None if only reading all
+    would tell.
 
     Raises ValueError if it names pictures and none has a caption.
     """
@@ -362,7 +363,7 @@ def _count(table: Table) -> int | None:
         captions[row.path] = captions.get(row.path, False) or any(map(str.strip, row.captions))
     if captions and not any(captions.values()):
         raise ValueError(_describe_lack(str(table.path)))
-    return len(captions)
+    return sum(os.path.isfile(table.root / path) for path in captions)
 
 
 def choose_machine(context: Context) -> tuple[Machine, str]:

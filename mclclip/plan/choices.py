@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip import config as configuration
@@ -292,13 +293,14 @@ def _build_tree(choices: Sequence[Choice]) -> dict[str, Any]:
 def _write_yaml(choices: Sequence[Choice], config: Config, overrides: Sequence[str]) -> str:
     """Returns the choices and overrides as YAML, each with its reason as a comment."""
     reasons = {key: reason for key, _, reason in choices}
-    tree, plain = _build_tree(choices), asdict(config)
-    for key in (override.partition("=")[0] for override in overrides):
-        *parents, last = key.split(".")
+    tree, plain = _build_tree(choices), TypeAdapter(Config).dump_python(config, mode="json")
+    for names in (override.partition("=")[0].split(".") for override in overrides):
         node, value = tree, plain
-        for parent in parents:
-            node, value = node.setdefault(parent, {}), value[parent]
-        node[last], reasons[key] = value[last], "given"
+        for depth, name in enumerate(names, start=1):
+            if depth == len(names) or isinstance(value[name], list):  # a list is written whole
+                node[name], reasons[".".join(names[:depth])] = value[name], "given"
+                break
+            node, value = node.setdefault(name, {}), value[name]
     return "".join(_lines(tree, reasons))
 
 

@@ -48,6 +48,16 @@ def test_every_line_has_its_reason(tmp_path: Path) -> None:
     assert settled.model.pretrained == "openai" and not settled.train.lock.text
 
 
+def test_an_override_of_a_list_is_written_whole(tmp_path: Path) -> None:
+    given = ["train.objective=[{kind: info_nce}, {kind: preserve}]"]
+    given += ["train.objective.0.temperature=0.5", "train.parameters=[{match: '*', lr_scale: 0.5}]"]
+    text, settled = chosen(situation(), *given, folder=tmp_path)
+    assert [term.kind for term in settled.train.objective] == ["info_nce", "preserve"]
+    assert settled.train.objective[0].temperature == 0.5
+    assert settled.train.parameters[0].lr_scale == 0.5
+    assert text.count("objective: [") == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_groups_hold_a_batch_for_any_number_of_pictures(tmp_path: Path, ranks: int) -> None:
     for samples in (100, 333, 1_344, 20_000, 10**7):
