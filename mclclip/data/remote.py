@@ -84,13 +84,15 @@ def check_protocol(path: str, where: str) -> None:
     """Raises ValueError for a url that cannot be read, or that holds a password.
 
     ``where`` begins the message, such as 'data.sources.web'. A password would be stored in the
-    index.
+    index, and a blank would end the url in messages, which hide what is secret up to there.
     """
     protocols = [f"{name}://" for name in PROTOCOLS]
-    is_hub, problem = path.startswith("hf://"), ""
+    url, is_hub, problem = path, path.startswith("hf://"), ""
     if not path.startswith(tuple(protocols)):
         problem = "is neither a local path nor a url that is read: wanted one of "
         problem += ", ".join(protocols)
+    elif len(parts := path.split()) > 1:
+        url, problem = parts[0], "is followed by a blank: write it as %20"
     elif path.startswith(("s3://", "gs://", "az://")) and re.search(r"[?[]", path):
         problem = (
             "holds ? or [, which are no wildcards of an object store: wanted * or ** or braces"
@@ -102,7 +104,7 @@ def check_protocol(path: str, where: str) -> None:
         problem = "holds a user or a password: leave them out, and put them where they are looked "
         problem += "for (HTTP: ~/.netrc; others: environment variables)"
     if problem:
-        raise ValueError(f"{where}: {printable(path)!r} {problem}")
+        raise ValueError(f"{where}: {printable(url)!r} {problem}")
 
 
 # --- errors --------------------------------------------------------------------------------------
