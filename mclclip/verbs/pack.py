@@ -303,7 +303,8 @@ def _force_for_arrived(table: Table, out: Path, force: Remake) -> Remake:
     findings = read_manifest(out, Shards.kind).counts["findings"]
     reasons = findings.keys() & {"missing_image", "unreadable"}
     names = sorted(name for reason in reasons for name in findings[reason]["examples"])
-    arrived = [name for name in names if os.access(table.root / name, os.R_OK)]
+    paths = {name: table.root / name for name in names}
+    arrived = [name for name, path in paths.items() if isfile(path) and os.access(path, os.R_OK)]
     if not arrived or force is not Remake.NOTHING:
         return Remake.ALL if arrived else force
     log.warning(

@@ -182,8 +182,11 @@ def test_what_is_finished_is_known_by_its_table(tmp_path: Path, images: Path) ->
 def test_pictures_that_come_later_are_told_and_packed_by_force(
     tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [["a.jpg", "1"], ["later.jpg", "2"]]
+    (images / "folder").mkdir()
+    rows = [["a.jpg", "1"], ["later.jpg", "2"], ["folder", "3"]]
     run(tmp_path, images, rows)
+    run(tmp_path, images, rows)
+    assert "are there now" not in caplog.text  # a folder is no picture
     (images / "later.jpg").write_bytes(b"a picture that was fetched after a first try")
     assert run(tmp_path, images, rows).counts["samples"] == 1
     assert "such as later.jpg" in caplog.text and "--force" in caplog.text
