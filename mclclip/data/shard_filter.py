@@ -135,7 +135,9 @@ def read_uids(stored: StoredFile, keys: Sequence[str], remote: Remote) -> list[s
     with open_whole(stored, remote) as file:
         try:
             parquet = pq.ParquetFile(file)
-            names = [name for name in ("key", "uid") if name in parquet.schema_arrow.names]
+            # Decimal digits of a column of numbers would be read as those of a hexadecimal uid.
+            fields = [f.name for f in parquet.schema_arrow if not pa.types.is_primitive(f.type)]
+            names = [name for name in ("key", "uid") if name in fields]
             table = parquet.read(columns=names, use_threads=False)
             table.validate(full=True)  # raises for text that is not UTF-8
             texts = pa.schema([(name, pa.large_string()) for name in names])

@@ -139,6 +139,13 @@ def test_metadata_without_keys_is_one_line(tmp_path: Path) -> None:
         why(chosen, path, ["a"])
 
 
+def test_a_column_of_numbers_holds_no_uids(tmp_path: Path) -> None:
+    path, chosen = tmp_path / "0.parquet", ShardFilter.of(save(tmp_path / "u.npy", uids_of(0x10)))
+    pq.write_table(pa.table({"key": ["a"], "uid": [10]}), path)
+    with pytest.raises(ValueError, match="has a uid"):
+        why(chosen, path, ["a"])
+
+
 def test_damaged_metadata_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "0.parquet"
     keys = [f"{number:09d}" for number in range(60)]
