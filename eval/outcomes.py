@@ -284,7 +284,7 @@ def check_same_items(a: Outcomes, b: Outcomes) -> None:
     """Raises NotTheSame if two encoders were not measured on the same items."""
     for name in ("statistic", "items", "strata", "units"):
         if getattr(a, name) != getattr(b, name):
-            raise NotTheSame(f"their {name} differ ({len(a):,} and {len(b):,} items)")
+            raise NotTheSame(f"they differ in their {name} ({len(a):,} and {len(b):,} items)")
     if a.truth is not None and b.truth is not None and (a.truth != b.truth).any():
         raise NotTheSame("they disagree about which items are positive")
 

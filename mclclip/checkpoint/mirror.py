@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +62,32 @@ class Mirror:
         the copy for damage. Raises ValueError if the disk has no room, and RuntimeError if the
         mirror cannot be read: it may hold steps, and a new training would replace them.
         """
-        try:
+        with self._one_line_errors():
             store = self._open()
             sizes = _sizes(store)
-            steps = [step for step in _whole_steps(sizes) if step not in tried]
-            if not steps:
-                return None
-            final = path_of(self.directory, steps[-1])
-            temporary, names = temporary_of(self.directory, steps[-1]), _names_of(final.name, sizes)
-            files.check_room(
-                self.directory, sum(sizes[name] for name in names), (),
-                f"step {steps[-1]} of the mirror {self.url}", "make room and run the command again",
-            )  # fmt: skip
+        steps = [step for step in _whole_steps(sizes) if step not in tried]
+        if not steps:
+            return None
+        final = path_of(self.directory, steps[-1])
+        temporary, names = temporary_of(self.directory, steps[-1]), _names_of(final.name, sizes)
+        files.check_room(
+            self.directory, sum(sizes[name] for name in names), (),
+            f"step {steps[-1]} of the mirror {self.url}", "make room and run the command again",
+        )  # fmt: skip
+        with self._one_line_errors():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for name in names:
                 _fetch(store, name, sizes[name], temporary / name.rpartition("/")[2])
             files.fsync_directory(temporary)
             temporary.rename(final)
-            return steps[-1]
-        except ValueError:  # there is no room
-            raise
+        return steps[-1]
+
+    @contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
+        """Converts any error in the block to a RuntimeError of one line."""
+        try:
+            yield
         except Exception as error:  # every store has errors of its own
             raise RuntimeError(
                 f"the mirror {self.url} cannot be read ({type(error).__name__}: "

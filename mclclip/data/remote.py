@@ -224,9 +224,14 @@ class Remote:
 
     def _files_of_hub(self, url: str) -> list[str]:
         """Returns the names of all files of a data set of the hub, in order."""
-        described = _call(
-            url, self.options, lambda store, path: obstore.get(store, path).bytes().to_bytes()
-        )
+        try:
+            described = _call(
+                url, self.options, lambda store, path: obstore.get(store, path).bytes().to_bytes()
+            )
+        except (FileNotFoundError, PermissionError):
+            raise FileNotFoundError(
+                f"{url}: the hub has no such data set or revision, or shows it only with HF_TOKEN"
+            ) from None
         names = sorted(each["rfilename"] for each in parse_json(described, url)["siblings"])
         if len(names) >= MOST_LISTED:
             raise ValueError(

@@ -274,10 +274,10 @@ def test_holm_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"items": ["x", "y", "z"]}, "their items differ"),
-        ({"strata": ["s"] * 3}, "their strata differ"),
+        ({"items": ["x", "y", "z"]}, "differ in their items"),
+        ({"strata": ["s"] * 3}, "differ in their strata"),
         ({"items": ["0", "1"], "values": [1, 1]}, "3 and 2 items"),
-        ({"truth": [True] * 3, "statistic": "roc_auc"}, "their statistic differ"),
+        ({"truth": [True] * 3, "statistic": "roc_auc"}, "differ in their statistic"),
     ],
 )
 def test_other_items_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -185,5 +185,5 @@ def test_a_loss_that_hardly_differs_is_no_proof() -> None:
 def test_other_items_in_another_seed_are_refused() -> None:
     first = (of_values([1.0, 0.0]), of_values([0.0, 0.0]))
     other = (Outcomes(["x", "y"], np.ones(2)), Outcomes(["x", "y"], np.ones(2)))
-    with pytest.raises(NotTheSame, match="items differ"):
+    with pytest.raises(NotTheSame, match="differ in their items"):
         difference([first, other])
