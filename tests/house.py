@@ -33,7 +33,7 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_346,
+    "lines": 32_357,
     "functions": 2_702,
     "functions of two lines or fewer": 762,
     "classes": 331,
@@ -43,7 +43,7 @@ CEILINGS = {
     "empty names": 3,
     "riddling docstrings": 0,
     "lines of the average plugin": 96,
-    "lines of tests": 45_361,
+    "lines of tests": 45_363,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

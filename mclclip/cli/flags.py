@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import __version__
-from mclclip.cli import flag_parser
-from mclclip.cli.flag_parser import Parser, character, parse_named_path, parse_path, whole_number
+from mclclip.cli.flag_parser import (
+    Parser,
+    character,
+    parse_named_path,
+    parse_path,
+    positive,
+    whole_number,
+)
 from mclclip.data import datasets
 from mclclip.util import shipped
 from mclclip.util.remake import Remake
 
 _COUNT, _POSITIVE = partial(whole_number, 0), partial(whole_number, 1)
-_RATE = flag_parser.positive
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
 _STAGE = "number of the stage; 0 is the base model"
@@ -182,7 +187,7 @@ def _add_finetune(verbs: Any) -> None:
     add = verb.add_argument_group("settings alone").add_argument
     add("--dry-run", action="store_true", help="print the settings; writes nothing")
     gpu = "of --dry-run: choose for a GPU of this memory, which need not be here"
-    add("--gpu-gib", type=_RATE, metavar="M", help=gpu)
+    add("--gpu-gib", type=positive, metavar="M", help=gpu)
     samples = "of --dry-run: how many pictures there will be (default: counted)"
     add("--samples", type=_POSITIVE, metavar="N", help=samples)
 
@@ -346,21 +351,17 @@ def _add_checks(verbs: Any) -> None:
     add("--nodes", type=_POSITIVE, metavar="N", help="default 1")
     gpus = "default 1; with this or --nodes a too small disk here is a warning"
     add("--gpus-per-node", type=_POSITIVE, metavar="G", help=gpus)
-    add("--gpu-memory-gib", type=_RATE, metavar="M", help="refuse what needs more")
+    add("--gpu-memory-gib", type=positive, metavar="M", help="refuse what needs more")
     add("--samples", type=_POSITIVE, metavar="N", help="used where there is no index yet")
     add("--json", action="store_true", help="sizes in bytes")
     peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
-    add("--peak-tflops", type=_RATE, metavar="P", help=peak)
-    add(
-        "--share",
-        type=partial(_RATE, most=1),
-        metavar="F",
-        help="of that peak which is reached (default 0.3)",
-    )
+    add("--peak-tflops", type=positive, metavar="P", help=peak)
+    share = "of that peak which is reached (default 0.3)"
+    add("--share", type=partial(positive, most=1), metavar="F", help=share)
     rate = "measured in training on one GPU; used for its hours instead of peak and share"
-    add("--samples-per-s", type=_RATE, metavar="S", help=rate)
+    add("--samples-per-s", type=positive, metavar="S", help=rate)
     images = "measured in embedding on one GPU, likewise"
-    add("--images-per-s", type=_RATE, metavar="S", help=images)
+    add("--images-per-s", type=positive, metavar="S", help=images)
 
 
 # --- flags of verbs that read a configuration ----------------------------------------------------

@@ -22,7 +22,7 @@ from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.run.lock import RUN_STATE
-from mclclip.util.options import dotted, farthest, nearest, refuse_url
+from mclclip.util.options import brief, dotted, farthest, nearest, refuse_url
 from mclclip.util.shipped import find_recipe
 
 
@@ -146,7 +146,7 @@ def _place(node: Any, name: str, override: str) -> str | int:
         return name
     if isinstance(node, list) and name.isdigit() and int(name) < len(node):
         return int(name)
-    raise ValueError(f"override {override!r}: there is no {name!r} in {node!r}")
+    raise ValueError(f"override {override!r}: there is no {name!r} in {brief(node)}")
 
 
 def _drop_options_of_other_kinds(objective: dict[str, Any]) -> None:

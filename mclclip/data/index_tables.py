@@ -273,10 +273,11 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                 f"{where} is not on disk any more: put it back, or "
                 "set data.sources to where it lies now and call 'mclclip index'"
             )
-        if (stat.size, stat.tag) != (shard.size_bytes, shard.tag):
+        indexed_as, is_now = (shard.size_bytes, shard.tag), (stat.size, stat.tag)
+        if indexed_as != is_now:
+            before, after = (f"{size:,} bytes {tag}".strip() for size, tag in (indexed_as, is_now))
             raise ValueError(
-                f"{where} had {shard.size_bytes} bytes when it was indexed{shard.tag and ' and '}"
-                f"{shard.tag}, now {stat.size}{stat.tag and ' and '}{stat.tag}: restore it, or "
+                f"{where} had {before} when it was indexed, and has {after} now: restore it, or "
                 "index it anew with 'mclclip index --force'"
             )
     times, noted = times_of(shards), _read_times(directory)

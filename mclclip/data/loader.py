@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import multiprocessing.util
 import os
@@ -148,9 +147,15 @@ def run_ahead(
 ) -> Iterator[tuple[NDArray[Any], Note]]:
     """Yields the rows that ``compute`` gives for each batch, in main memory and in order, with its
     note; a GPU has the next batch already when the rows of one are waited for."""
-    started: Iterator[Any] = ((start_to_host(rows), note) for rows, note in map(compute, batches))
-    for (to_host, note), _ in itertools.pairwise(itertools.chain(started, [None])):
-        yield to_host().numpy(), note
+    waiting: tuple[Callable[[], Tensor], Note] | None = None
+    for batch in batches:
+        rows, note = compute(batch)
+        following = start_to_host(rows), note
+        if waiting:
+            yield waiting[0]().numpy(), waiting[1]
+        waiting = following
+    if waiting:
+        yield waiting[0]().numpy(), waiting[1]
 
 
 class _InFile(Dataset[Any]):

@@ -376,7 +376,7 @@ class TextRows:
             rows[here] = stored[numbers[here] - start]
         return torch.from_numpy(rows)
 
-    def _find(self, of_names: Sequence[int]) -> Integers:
+    def _find(self, name_digests: Sequence[int]) -> Integers:
         """Returns the place of the row of each digest; -1: there is none."""
         if not self.folders:
             raise ValueError(
@@ -384,7 +384,7 @@ class TextRows:
                 f"folder {KIND!r} beside it: put there what 'mclclip {verb_of(KIND)}' wrote, or "
                 f"give encode_text rows as a tensor [N, {self.width}]"
             )
-        own_digests = np.array(of_names, np.int64)
+        own_digests = np.array(name_digests, np.int64)
         row_places = np.full(len(own_digests), -1)
         for start, digests, places, _ in reversed(self._tables):
             at = np.minimum(np.searchsorted(digests, own_digests), len(digests) - 1)

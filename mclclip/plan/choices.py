@@ -297,6 +297,9 @@ def _write_yaml(choices: Sequence[Choice], config: Config, overrides: Sequence[s
     for names in (override.partition("=")[0].split(".") for override in overrides):
         node, value = tree, plain
         for depth, name in enumerate(names, start=1):
+            if name not in value:  # as eval.suite.pairs=null, which drops a benchmark
+                node.pop(name, None)
+                break
             if depth == len(names) or isinstance(value[name], list):  # a list is written whole
                 node[name], reasons[".".join(names[:depth])] = value[name], "given"
                 break

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import errno
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -180,9 +179,11 @@ def move_aside(directory: Path, name: str | None = None) -> Path:
     ``train`` becomes ``train.old-1``, or the next free number. With ``name`` it becomes the first
     free one of ``name``, ``name_2``, ``name_3`` ...
     """
-    stem, first = (f"{name}_", [name]) if name else (f"{directory.name}.old-", [])
-    names = itertools.chain(first, (f"{stem}{n}" for n in itertools.count(1 + len(first))))
-    aside = next(path for path in map(directory.with_name, names) if not path.exists())
+    number, stem = 1, f"{name}_" if name else f"{directory.name}.old-"
+    aside = directory.with_name(name or f"{stem}1")
+    while aside.exists():
+        number += 1
+        aside = directory.with_name(f"{stem}{number}")
     os.rename(directory, aside)
     log.info("moved %s aside, to %s", directory, aside.name)
     return aside

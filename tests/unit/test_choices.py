@@ -48,7 +48,7 @@ def test_every_line_has_its_reason(tmp_path: Path) -> None:
     assert settled.model.pretrained == "openai" and not settled.train.lock.text
 
 
-def test_an_override_of_a_list_is_written_whole(tmp_path: Path) -> None:
+def test_an_override_of_a_list_is_written_whole_and_null_drops_a_benchmark(tmp_path: Path) -> None:
     given = ["train.objective=[{kind: info_nce}, {kind: preserve}]"]
     given += ["train.objective.0.temperature=0.5", "train.parameters=[{match: '*', lr_scale: 0.5}]"]
     text, settled = chosen(situation(), *given, folder=tmp_path)
@@ -56,6 +56,8 @@ def test_an_override_of_a_list_is_written_whole(tmp_path: Path) -> None:
     assert settled.train.objective[0].temperature == 0.5
     assert settled.train.parameters[0].lr_scale == 0.5
     assert text.count("objective: [") == 1
+    text, settled = chosen(situation(), "eval.suite.report=null", folder=tmp_path)
+    assert "choose" in settled.eval.suite and "report" not in settled.eval.suite
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -284,7 +284,7 @@ def _change_size(shards: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "pattern", "captions", "message"),
     [
-        (_change_size, "*.tar", "txt", r"01\.tar .*had \d+ bytes when it was indexed"),
+        (_change_size, "*.tar", "txt", r"01\.tar .*had [\d,]+ bytes when it was indexed"),
         (lambda s: (s / "01.tar").unlink(), "*.tar", "txt", r"01\.tar .*on disk"),
         (lambda s: None, "0[023].tar", "txt", r"01\.tar .*is not in data\.sources"),
         (lambda s: None, "*.tar", "json:alt", "captions=txt, now json:alt"),
