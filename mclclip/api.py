@@ -16,6 +16,7 @@ import html
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -337,7 +338,7 @@ class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
         path = out.begin() / SETTINGS
         files.write_bytes(path, text.encode())
         log.info("chose the settings, each with its reason: %s", path)
-        log.info("'mclclip doctor --data %s' looks at the data", path)
+        log.info("a look at the data: mclclip doctor --data %s", shlex.quote(str(path)))
         for line in text.splitlines():
             log.debug("%s", line)
         return Made({"samples": count}, files.records_of(out.directory, SETTINGS))

@@ -46,7 +46,7 @@ from mclclip.data.table_formats import (
 from mclclip.data.text_tables import csv_format, delimiter_of, without_number
 from mclclip.util import advice
 from mclclip.util.files import Roots, digest_file, digest_json, parse_json
-from mclclip.util.options import protocol_of, refuse_url
+from mclclip.util.options import nearest, protocol_of, refuse_url
 
 log = logging.getLogger("mclclip")
 
@@ -186,7 +186,8 @@ def open_table(
         inputs = partial(_inputs, source if folders else Path(path), files, folders, roots)
     if not table.columns:
         raise ValueError(f"{path} is empty: it names no columns")
-    images = _image_column(path, root, table, path_column, not command, ask)
+    names_captions = bool(caption_column)
+    images = _image_column(path, root, table, path_column, names_captions, not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
     for column in (images, *texts):
         if (top := column.partition(".")[0]) in table.lacking:
@@ -307,11 +308,18 @@ def _inputs(
 
 
 def _image_column(
-    path: Path | str, root: Path, table: Format, option: str | None, first: bool, ask: Ask
+    path: Path | str,
+    root: Path,
+    table: Format,
+    option: str | None,
+    names_captions: bool,
+    first: bool,
+    ask: Ask,
 ) -> str:
     """Returns the column of images: the user's ``option``, or one that looks so.
 
-    If several do, ``first`` takes the first one, and otherwise it is an error.
+    If several do, ``first`` takes the first one, and otherwise it is an error. ``names_captions``:
+    the user named the columns of captions.
     """
     if option is not None or table.fixed:
         return _check_column(path, table, option or (table.fixed or ("", ""))[0])
@@ -345,9 +353,11 @@ def _image_column(
     fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURE_SUFFIXES]
     missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)})"
     missing += f", it has {_describe(table)}"
-    if fits:
-        raise ask(f"{missing}: name it", "--path-column", fits[0])
-    raise ask(f"{missing}: name the column of names or of bytes", "--path-column", "COLUMN")
+    missing += ": name " + ("it" if fits else "the column of names or of bytes")
+    words = ("--path-column", fits[0] if fits else "COLUMN")
+    if captions or names_captions:
+        raise ask(missing, *words)
+    raise ask(f"{missing}, and the column of captions", *words, "--caption-column", "COLUMN")
 
 
 def _describe(table: Format) -> str:
@@ -439,9 +449,9 @@ def _unquote(literal: str) -> str:
 
 def _check_column(path: Path | str, table: Format, name: str) -> str:
     if name not in table.columns:
+        near = nearest(name, table.columns, 1)[0]
         raise ValueError(
-            f"{path} has no column {name!r}, it has {_describe(table)}: name the columns of image "
-            "path and caption"
+            f"{path} has no column {name!r}, it has {_describe(table)}: did you mean {near!r}?"
         )
     return name
 

@@ -32,6 +32,8 @@ from mclclip.util.options import STRICT, nearest, with_prefix
 ENTRY_POINTS = "mclclip.objectives"
 # Kinds whose module has another name.
 _MODULES = {"mlc": "mlcd", "preserve": "distill", "single_label": "mlcd"}
+_ELSEWHERE = {"clip": "info_nce", "siglip": "sigmoid", "simclr": "nt_xent"}
+"""Names that objectives have in other programs."""
 
 
 EncoderOutput = Literal["image_features", "text_features", "model"]
@@ -442,7 +444,7 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
     """Returns the class of a kind's options, such as ``info_nce.Options``. Raises ValueError, with
     the nearest kinds, if there is none."""
     if kind not in kinds():
-        near = ", ".join(nearest(kind, kinds()))
+        near = _ELSEWHERE.get(kind) or ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
     if points := shipped.installed(ENTRY_POINTS).select(name=kind):
         loaded = next(iter(points)).load()

@@ -82,6 +82,9 @@ class Run:
         self.seed = 0 if config is None else config.seed
         self._parent: Run | None = None  # for a control: its run, whose index it shares
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
     @classmethod
     def open(
         cls,

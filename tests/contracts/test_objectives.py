@@ -315,6 +315,7 @@ WRONG = [
           gates="open", closest_by="label_embeddings"),
     wrong("mlc", "raise sample_rate", sample_rate=0),
     wrong("mldc", r"there is no objective 'mldc' \(nearest: mlc, mlcd"),
+    wrong("siglip", r"there is no objective 'siglip' \(nearest: sigmoid\)"),
     wrong("single_label", "attribute=class have no centroids.*set centers=normal",
           attribute="class"),
     wrong("preserve", "temperature belongs to what=similarities", what="features",

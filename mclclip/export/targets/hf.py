@@ -66,7 +66,6 @@ _STAGE_VISION: Table = {
 
 def write(source: Source, out: Path) -> None:
     """Writes the folder. Raises ValueError for a model that none of the three classes can hold."""
-    config_check.library()
     model, kind = source.encoder.stages[0], "CLIP"
     if source.is_concat:
         config, tensors = joined_layout(source.encoder)
@@ -74,6 +73,7 @@ def write(source: Source, out: Path) -> None:
         (config, tensors), kind = transformers_layout.siglip(model), "Siglip"
     else:
         config, tensors = transformers_layout.clip(model)
+    config_check.library()  # raises ValueError if transformers is missing
     if config["model_type"] == "siglip":
         processors.write_tokenizer(source.directory, model, out)
     else:

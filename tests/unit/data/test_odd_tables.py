@@ -206,6 +206,8 @@ def test_columns_of_a_list_of_json_are_chosen_as_those_of_any_table(folder: Path
         packed(folder, captions=table)
     with pytest.raises(ValueError, match="'title' and 'caption'.*--caption-column title"):
         packed(folder, captions=table, path_column="img")
+    with pytest.raises(ValueError, match="no column 'igm', .* did you mean 'img'"):
+        packed(folder, captions=table, path_column="igm")
     assert packed(folder, captions=table, path_column="img", caption_column="caption")[0] == [
         "real"
     ]

@@ -277,6 +277,12 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
     "an odd name": (
         lambda at, p: (p, write_csv(at / "t.csv", ["id", "my file"], [["7", "b.png"]])),
         "no column of images",
+        "mclclip pack photos --captions t.csv --out out --path-column 'my file' "
+        "--caption-column COLUMN",
+    ),
+    "an odd name beside captions": (
+        lambda at, p: (p, write_csv(at / "t.csv", ["text", "my file"], [["7", "b.png"]])),
+        "no column of images",
         "mclclip pack photos --captions t.csv --out out --path-column 'my file'",
     ),
     "two columns of captions": (
