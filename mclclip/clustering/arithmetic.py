@@ -93,7 +93,11 @@ def choose_rounding(device: torch.device, products: Products, forced: Arithmetic
     if forced.rounding:
         return forced.rounding
     if products == "float32":
-        return "inputs" if _rounds_float32() else "none"
+        # torch.get_float32_matmul_precision() may fail once these have been set.
+        backends: Any = torch.backends  # some of these names are not in its annotations
+        owners = (backends.cuda.matmul, backends.mkldnn.matmul)
+        rounds = any(owner.fp32_precision not in ("none", "ieee") for owner in owners)
+        return "inputs" if rounds else "none"
     # If a long sum is faster in parts, CUDA splits it, and may round the sum of each part.
     splits = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     return "partial_sums" if device.type == "cuda" and splits else "output"
@@ -168,11 +172,3 @@ def integers_in_any_order() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
-
-
-def _rounds_float32() -> bool:
-    """Returns True if torch may round the inputs of float32 products, on a CPU or a GPU."""
-    # torch.get_float32_matmul_precision() may fail once these have been set.
-    backends: Any = torch.backends  # some of these names are not in its annotations
-    owners = (backends.cuda.matmul, backends.mkldnn.matmul)
-    return any(owner.fp32_precision not in ("none", "ieee") for owner in owners)

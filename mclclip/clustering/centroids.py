@@ -34,12 +34,7 @@ from mclclip.clustering.nearest import (
     unpack,
 )
 from mclclip.clustering.options import Algorithm
-from mclclip.clustering.rows import (
-    Integers,
-    RankRows,
-    num_not_finite,
-    tiles,
-)
+from mclclip.clustering.rows import Integers, RankRows, num_not_finite, tiles
 
 SHARDED_FROM = 2**25  # K D from which centroids are sharded: with their sums they take about a GiB
 
@@ -322,17 +317,29 @@ def assign_blocks(
     block at a time. The ranks work together, so each of them must go through all blocks.
 
     ``centroids`` [K, D] are all centroids, or, if they are sharded, those with the ids ``held``
-    (as in ``Clustering``). A rank's memory holds as many blocks as there are ranks. Raises
+    (as in ``Clustering``). In each round every rank finds the nearest of one of its blocks and
+    sends them to all ranks, so a rank's memory holds as many blocks as there are ranks. Raises
     ValueError after the last block, on all ranks, for NaN or infinite rows.
     """
-    assert centroids.ndim == 2 and centroids.shape[1] == rows.dim
     stop = len(centroids) if held is None else held.stop
     num_clusters = int(rows.largest(torch.tensor(stop)))
-    assert 1 <= labels_per_sample <= num_clusters
     # Summed over ranks, so that all ranks agree even if one of them holds all centroids.
     shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
-    holder = hold(rows, num_clusters, sharded=shards > 0)
-    return _in_order(holder, centroids, labels_per_sample)
+    holder, num_blocks, bad = hold(rows, num_clusters, shards > 0), len(rows.blocks), 0
+    with rows.torch_settings():
+        results = holder.nearest(rows.to_device(centroids), labels_per_sample)
+        for first in range(0, num_blocks, rows.context.world_size):
+            packed = torch.zeros((0, labels_per_sample), dtype=torch.int64)
+            # In the last round a rank may have no block, but other ranks may need its centroids.
+            if (result := next(results, None)) is not None:
+                _, block, by_score = result
+                scores, nearest = unpack(by_score)
+                packed = pack(_distances(block, scores, rows.algorithm), nearest)
+                bad += num_not_finite(block)
+            sent = holder.send_to_all(packed).cpu()
+            for number, some in zip(range(first, num_blocks), sent, strict=False):
+                yield slice(*rows.starts[number : number + 2]), assign_block(rows, number, some)
+        rows.refuse_not_finite(bad)
 
 
 class Tally:
@@ -354,27 +361,6 @@ class Tally:
     def inertia(self) -> float:
         """The sum of the distances of all rows to their nearest centroids; at least 0."""
         return max(self._distances, 0.0)
-
-
-def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator[Block]:
-    """Yields all blocks in order. In each round every rank finds the nearest ``count`` centroids of
-    one of its blocks and sends them to all ranks.
-    """
-    rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
-    with rows.torch_settings():
-        results = holder.nearest(rows.to_device(centroids), count)
-        for first in range(0, num_blocks, rows.context.world_size):
-            packed = torch.zeros((0, count), dtype=torch.int64, device=rows.context.device)
-            # In the last round a rank may have no block, but other ranks may need its centroids.
-            if (result := next(results, None)) is not None:
-                _, block, by_score = result
-                scores, nearest = unpack(by_score)
-                packed = pack(_distances(block, scores, rows.algorithm), nearest)
-                bad += num_not_finite(block)
-            sent = holder.send_to_all(packed).cpu()
-            for number, some in zip(range(first, num_blocks), sent, strict=False):
-                yield slice(*rows.starts[number : number + 2]), assign_block(rows, number, some)
-        rows.refuse_not_finite(bad)
 
 
 def assign_block(rows: RankRows, number: int, packed: Tensor) -> Assignment:

@@ -127,8 +127,13 @@ class Search:
         int64 [n, count], nearest first, of equals the lowest id first; ``NOTHING`` if there are
         fewer centroids.
         """
-        best = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
-        return torch.cat(best) if best else rows.new_zeros((0, count), dtype=torch.int64)
+        if not len(self.centroids):
+            return torch.full((len(rows), count), NOTHING, device=rows.device)
+        best = [rows.new_zeros((0, count), dtype=torch.int64)]
+        for part in tiles(rows, self._rows_per_tile):
+            row, centroid = self._candidates(part, count)
+            best.append(_largest(self._packed(part, row, centroid), row, len(part), count))
+        return torch.cat(best)
 
     def nearest(self, rows: Tensor) -> Tensor:
         """Returns the ids int64 [n] of the nearest centroids of rows [n, D], as ``best`` does.
@@ -148,12 +153,6 @@ class Search:
         packed = self._packed(rows, row, centroid)
         nearest[row] = unpack(_largest(packed, row, len(rows), 1)[row, 0])[1]
         return nearest
-
-    def _tile(self, rows: Tensor, count: int) -> Tensor:
-        if not len(self.centroids):
-            return torch.full((len(rows), count), NOTHING, device=rows.device)
-        row, centroid = self._candidates(rows, count)
-        return _largest(self._packed(rows, row, centroid), row, len(rows), count)
 
     def _packed(self, rows: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
         """Scores the pairs (row, centroid) [P]; returns ``pack(score, id)`` [P]. ``row`` must
