@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -173,7 +174,7 @@ def _teacher_of(options: Options, inputs: ObjectiveInputs) -> Teacher:
         if not inputs.shapes_only:
             encoder.to(inputs.context.device)
             pixels = [each.to(inputs.context.device) for each in pixels]
-        return _TeacherOfCrops(encoder, encoder.image_shape[1:], *pixels)
+        return partial(_encode_view, encoder, *pixels)
 
     return Teacher(teacher.width, teacher.logit_scale, load)
 
@@ -207,25 +208,19 @@ def _projection(inputs: ObjectiveInputs, width: int, of_teacher: int) -> nn.Line
     return projection
 
 
-class _TeacherOfCrops:
-    """A frozen encoder that takes the pictures of another model: [b, C, H, W], normalized for it.
-
-    size    height and width of the encoder's pictures
-    pixels  mean and deviation of the model's pixels, and of the encoder's
-    """
-
-    def __init__(self, encoder: Any, size: Sequence[int], *pixels: Tensor) -> None:
-        self.encoder, self.size, self.pixels = encoder, tuple(size), pixels
-
-    def __call__(self, view: Tensor) -> Tensor:
-        """Returns the encoder's features [b, D] of a view, of unit length."""
-        mean, deviation, own_mean, own_deviation = self.pixels
-        pixels = view * deviation + mean
-        if pixels.shape[2:] != self.size:
-            how: dict[str, Any] = {"mode": "bicubic", "antialias": True}
-            pixels = functional.interpolate(pixels.float(), self.size, **how).clamp(0.0, 1.0)
-        pixels = ((pixels - own_mean) / own_deviation).to(view.dtype)
-        return functional.normalize(self.encoder.encode_image(pixels), dim=1)
+def _encode_view(
+    encoder: Any, mean: Tensor, deviation: Tensor, of_encoder: Tensor, deviation_of_encoder: Tensor,
+    view: Tensor,
+) -> Tensor:  # fmt: skip
+    """Returns an encoder's features [b, D], of unit length, of a view [b, C, H, W] that has the
+    size of another model's pictures and is normalized by their ``mean`` and ``deviation``;
+    ``of_encoder`` and ``deviation_of_encoder`` are those of the encoder's pixels."""
+    pixels, size = view * deviation + mean, tuple(encoder.image_shape[1:])
+    if pixels.shape[2:] != size:
+        how: dict[str, Any] = {"mode": "bicubic", "antialias": True}
+        pixels = functional.interpolate(pixels.float(), size, **how).clamp(0.0, 1.0)
+    pixels = ((pixels - of_encoder) / deviation_of_encoder).to(view.dtype)
+    return functional.normalize(encoder.encode_image(pixels), dim=1)
 
 
 class Distill(Objective):

@@ -281,14 +281,14 @@ class Viewmaker(nn.Module):
         self.residual_blocks = residual_blocks
         inner = 4 * width
         self.down = nn.Sequential(
-            _Layer(num_channels + 1, width, _KERNEL, dtype),
-            _Layer(width, 2 * width, 3, dtype, stride=2),
-            _Layer(2 * width, inner, 3, dtype, stride=2),
+            _layer(num_channels + 1, width, _KERNEL, dtype),
+            _layer(width, 2 * width, 3, dtype, stride=2),
+            _layer(2 * width, inner, 3, dtype, stride=2),
         )
         channels = [inner + number for number in range(1, residual_blocks + 1)]
         self.blocks = nn.ModuleList(_Residual(number, dtype) for number in channels)
-        self.to_half = _Layer(inner + residual_blocks, 2 * width, 3, dtype)
-        self.to_whole = _Layer(2 * width, width, 3, dtype)
+        self.to_half = _layer(inner + residual_blocks, 2 * width, 3, dtype)
+        self.to_whole = _layer(2 * width, width, 3, dtype)
         self.last = MirroredConv2d(width, num_channels, _KERNEL, dtype=dtype)
 
     def num_noise(self, height: int, width: int) -> int:
@@ -357,16 +357,13 @@ class MirroredConv2d(nn.Conv2d):
         return super().forward(input)
 
 
-class _Layer(nn.Sequential):
-    """Convolution, instance norm and ReLU: [b, C, H, W] -> [b, D, H / stride, W / stride], sizes
-    rounded up."""
-
-    def __init__(
-        self, before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
-    ) -> None:
-        convolution = MirroredConv2d(before, after, kernel, stride, dtype=dtype)
-        norm = nn.InstanceNorm2d(after, affine=True, dtype=dtype)
-        super().__init__(convolution, norm, nn.ReLU())
+def _layer(
+    before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
+) -> nn.Sequential:
+    """Returns convolution, instance norm and ReLU: [b, C, H, W] -> [b, D, H / stride, W / stride],
+    sizes rounded up."""
+    convolution = MirroredConv2d(before, after, kernel, stride, dtype=dtype)
+    return nn.Sequential(convolution, nn.InstanceNorm2d(after, affine=True, dtype=dtype), nn.ReLU())
 
 
 class _Residual(nn.Module):
@@ -375,7 +372,7 @@ class _Residual(nn.Module):
     def __init__(self, channels: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            _Layer(channels, channels, 3, dtype),
+            _layer(channels, channels, 3, dtype),
             MirroredConv2d(channels, channels, 3, dtype=dtype),
             nn.InstanceNorm2d(channels, affine=True, dtype=dtype),
         )

@@ -294,7 +294,6 @@ class LabelFilter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_classes = num_classes
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.labels = nn.Embedding(num_classes, label_dim, dtype=dtype)

@@ -175,7 +175,7 @@ class Options(ObjectiveOptions):
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """Returns the loss with a new label filter, the same on all ranks."""
-        return (SimLAP if self.momentum is None else MomentumSimLAP)(self, inputs)
+        return SimLAP(self, inputs)
 
     def means_of(self, classes: Classes) -> Tensor | None:
         """Returns the means of classes, [K, E], if ``n_closest`` compares them, else None. Raises
@@ -228,11 +228,22 @@ class SimLAP(Objective):
         if means is not None:
             self._closest = closest_classes(means, torch.arange(num_classes), num_closest)
         self.temperature = Temperature(options.temperature, inputs.dtype)
+        # Its features of the other view are the candidates (SimLAP-MoCo).
+        self.copy: MomentumCopy | None = None
+        if options.momentum is not None:
+            self.copy = MomentumCopy(inputs.model, options.momentum, "cosine")
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Remembers the step, which the draw of pairs depends on, and moves the temperature."""
         self.step = step
         super().begin(step, total, epoch)
+
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Adds the model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
+        encoded = super().features(model, batch, features)
+        return encoded if self.copy is None else encoded | self.copy.keys(batch.views)
 
     def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes the loss of this rank's rows over the global batch.
@@ -330,18 +341,3 @@ class SimLAP(Objective):
             queries = functional.normalize(rows) * gates.square()
             candidates = functional.normalize(candidates)
         return pair_losses(scale * queries, weights, candidates, pairs, self.tile)
-
-
-class MomentumSimLAP(SimLAP):
-    """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
-
-    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
-        super().__init__(options, inputs)
-        assert options.momentum is not None
-        self.copy = MomentumCopy(inputs.model, options.momentum, "cosine")
-
-    def features(
-        self, model: nn.Module, batch: BatchFields, features: Features
-    ) -> dict[str, Tensor]:
-        """Adds the model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
-        return super().features(model, batch, features) | self.copy.keys(batch.views)
