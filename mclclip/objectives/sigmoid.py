@@ -254,37 +254,13 @@ class _PairSums:
                 grad_keys[columns].addmm_(pushes.T, self.queries[rows], alpha=-z)
 
 
-def _around_the_ring(
-    sums: _PairSums, keys: Tensor, pairs: Pairs, need_grad: bool, positives: bool
-) -> Tensor | None:
-    """Adds to ``sums`` the pairs with all ranks' keys, which travel from rank to rank; returns the
-    gradient of this rank's keys, divided by the scale.
-
-    Keys travel together with the gradient that ranks have added to them, until both are home
-    again. If no gradient is needed, keys travel alone, and stop before the last hop.
-    """
-    world, count = collectives.world_size(), len(keys)
-    travelling = torch.stack([keys, torch.zeros_like(keys)]) if need_grad else keys[None]
-    for hop in range(world):
-        here = travelling[0], travelling[1] if need_grad else None
-        if hop == 0:
-            sums.add_own(*here)
-        owner = (collectives.rank() - hop) % world
-        columns = slice(owner * count, (owner + 1) * count)
-        chunk = pairs.chunk(columns)
-        sums.add_pairs(*here, chunk)
-        if positives:
-            near = replace(chunk, columns="near")
-            sums.add_pairs(*here, near, "weight")
-            if pairs.bounds is not None:  # else all weights are 1
-                sums.add_pairs(*here, near, "rest")
-        if need_grad or hop < world - 1:
-            travelling = collectives.shift(travelling)
-    return travelling[1] if need_grad else None
-
-
 class _SigmoidSums(torch.autograd.Function):
-    """Computes ``sigmoid_sums`` and its gradients."""
+    """Computes ``sigmoid_sums`` and its gradients in one pass of the keys around all ranks.
+
+    Keys travel together with the gradient (divided by the scale) that ranks have added to them,
+    until both are home again. If they need no gradient, keys travel alone, and stop before the last
+    hop.
+    """
 
     @staticmethod
     def forward(
@@ -296,11 +272,26 @@ class _SigmoidSums(torch.autograd.Function):
         pairs: Pairs,
         positives: bool,
     ) -> tuple[Tensor, Tensor]:
+        world, count, need_grad = collectives.world_size(), len(keys), ctx.needs_input_grad[1]
         with choose_no_autocast(queries.device):
             sums = _PairSums(queries, scale.to(queries.dtype), bias.to(queries.dtype))
-            by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1], positives)
+            travelling = torch.stack([keys, torch.zeros_like(keys)]) if need_grad else keys[None]
+            for hop in range(world):
+                here = travelling[0], travelling[1] if need_grad else None
+                if hop == 0:
+                    sums.add_own(*here)
+                owner = (collectives.rank() - hop) % world
+                chunk = pairs.chunk(slice(owner * count, (owner + 1) * count))
+                sums.add_pairs(*here, chunk)
+                if positives:
+                    near = replace(chunk, columns="near")
+                    sums.add_pairs(*here, near, "weight")
+                    if pairs.bounds is not None:  # else all weights are 1
+                        sums.add_pairs(*here, near, "rest")
+                if need_grad or hop < world - 1:
+                    travelling = collectives.shift(travelling)
             by_scale = (sums.products * queries).sum()
-            by_keys = None if by_keys is None else by_keys * sums.scale
+            by_keys = travelling[1] * sums.scale if need_grad else None
         ctx.save_for_backward(sums.products * sums.scale, by_keys, by_scale, sums.slope)
         ctx.dtypes = scale.dtype, bias.dtype
         ctx.mark_non_differentiable(sums.has_no_negatives)
