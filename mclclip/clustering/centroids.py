@@ -102,7 +102,9 @@ class WholeCentroids:
                 labels = self._move(some, search, sums, counts)
                 self._labels.update(zip(some, labels, strict=True))
 
-        runs = self.rows.runs()
+        # The numbers of this rank's blocks, a list for each thread that has some.
+        numbers, threads = self.rows.local_blocks, range(self.rows.num_threads)
+        runs = [run for first in threads if (run := numbers[first :: len(threads)])]
         parts = [totals, *(_nothing(centroids) for _ in runs[1:])]
         self.rows.each(move_run, list(zip(parts, runs, strict=False)))
         for more_sums, more_counts in parts[1:]:

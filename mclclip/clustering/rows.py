@@ -116,11 +116,6 @@ class RankRows:
         with ThreadPoolExecutor(self.num_threads, "", torch.set_num_threads, (1,)) as pool:
             return list(pool.map(work, items))
 
-    def runs(self) -> list[list[int]]:
-        """Divides the numbers of this rank's blocks among its threads, one list for each thread."""
-        runs = [self.local_blocks[first :: self.num_threads] for first in range(self.num_threads)]
-        return [run for run in runs if run]
-
     def merge_blocks(self, numbers: Sequence[int], num_rows: int) -> list[list[int]]:
         """Groups successive block numbers so that a group has at most ``num_rows`` rows, or is one
         block. On a GPU, starting the work on a small block takes longer than doing it."""

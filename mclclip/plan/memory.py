@@ -435,24 +435,20 @@ def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = [size_bytes(block.parameters()) for block in model.blocks()]
     whole = size_bytes(model.parameters())
+    optimizer = build_optimizer(model, **options.optimizer_arguments())
+    gradients = _allocate_gradients(model)
+    try:
+        optimizer.step()  # allocates its state
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        moments = size_bytes(value for value in state if isinstance(value, Tensor))
+    except NeedsValues:  # some of timm's optimizers: two values per weight are assumed
+        moments = 2 * size_bytes(gradients)
     return TrainingBytes(
         parameters=whole + size_bytes(model.buffers()),
         trained=size_bytes(trained),
-        moments=_moments(model, options),
+        moments=moments,
         average=size_bytes(trained) if options.ema_decay else 0,
         outside=whole - sum(blocks),
         largest_block=max(blocks, default=0),
         start=size_bytes(trained) if options.start_decay else 0,
     )
-
-
-def _moments(model: Model, options: TrainConfig) -> int:
-    """Returns the bytes of the optimizer's state, which its first step allocates."""
-    optimizer = build_optimizer(model, **options.optimizer_arguments())
-    gradients = _allocate_gradients(model)
-    try:
-        optimizer.step()
-    except NeedsValues:  # some of timm's optimizers: two values per weight are assumed
-        return 2 * size_bytes(gradients)
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return size_bytes(value for value in state if isinstance(value, Tensor))
