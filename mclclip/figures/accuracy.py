@@ -8,10 +8,10 @@ from typing import Any
 from mclclip.eval.results import short_name
 from mclclip.eval.units import PERCENT
 from mclclip.figures import drawing
-from mclclip.figures.inputs import Figure, Inputs
+from mclclip.figures.inputs import Inputs, MissingInput
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws a table of the results in percent, without metrics of the level ``detail``: a row for
     each metric, a column for each encoder."""
     groups: dict[str, dict[str, float]] = {}
@@ -20,11 +20,8 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             name = f"{row.benchmark}, {short_name(row.metric)}"
             groups.setdefault(name, {})[row.model] = row.value
     if not groups:
-        return None
+        raise MissingInput("rows in results.jsonl: run 'mclclip eval'")
     models = dict.fromkeys(model for values in groups.values() for model in values)
     values = [[of_metric.get(model) for model in models] for of_metric in groups.values()]
     drawing.table(path, "percent", [*groups], [*models], values, most=100.0, digits=1)
     return {"percent": groups}
-
-
-FIGURE = Figure(draw, "rows in results.jsonl: run 'mclclip eval'")

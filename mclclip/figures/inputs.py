@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,13 +16,10 @@ log = logging.getLogger("mclclip")
 
 MAX_SAMPLES = 5_000  # figures compare all pairs of at most so many samples
 
-EMBEDDINGS = "embeddings: run 'mclclip embed --stage 0'"
-CLUSTERS = "clusters: run 'mclclip cluster --stage 0'"
-
 
 class MissingInput(Exception):
-    """Says what a run lacks for a figure, if that is something else than ``Figure.needs``. The
-    message continues "NAME needs ..."."""
+    """Says what a run lacks for a figure, and the command that makes it, as the end of "NAME needs
+    ..."."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Inputs:
     def features(self) -> dict[str, NDArray[np.float32]]:
         """The embeddings [n, D] of ``ids``, by the name of the stage, for stages that have them.
 
-        Raises RuntimeError if some are of another index.
+        Raises MissingInput if there are none, and RuntimeError if some are of another index.
         """
         features = {}
         for stage in self.stages:
@@ -92,29 +86,20 @@ class Inputs:
                     "%s has no embeddings and is left out of figures of features: run "
                     "'mclclip embed --stage %d' to have it in them", stage.name, stage.number,
                 )  # fmt: skip
+        if not features:
+            raise MissingInput("embeddings: run 'mclclip embed --stage 0'")
         return features
 
     @cached_property
     def clusters(self) -> dict[str, Clusters]:
         """The clusters by the name of the stage, for stages that are clustered.
 
-        Raises RuntimeError if some are of another index.
+        Raises MissingInput if there are none, and RuntimeError if some are of another index.
         """
-        return {stage.name: stage.clusters for stage in self.stages if stage.has("clusters")}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure.
-
-    draw   draws it at a path and returns its data; or returns None, or raises MissingInput, if the
-           run lacks something
-    needs  what the run must have, and the command that makes it, as in ``EMBEDDINGS``; for the
-           message "NAME needs ..."
-    """
-
-    draw: Callable[[Inputs, Path], dict[str, Any] | None]
-    needs: str
+        clusters = {s.name: s.clusters for s in self.stages if s.has("clusters")}
+        if not clusters:
+            raise MissingInput("clusters: run 'mclclip cluster --stage 0'")
+        return clusters
 
 
 def unit_rows(features: ArrayLike) -> NDArray[np.float64]:

@@ -9,17 +9,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
+from mclclip.figures.inputs import Inputs, unit_rows
 from mclclip.util.search import nearest_to_few
 
 ANCHORS, NEIGHBOURS = 8, 8
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws a sheet of anchors, which the seed chooses, with their neighbours; it has a row for
     each anchor and stage."""
-    if not inputs.features:
-        return None
     inputs.require_samples(NEIGHBOURS + 1)
     ids, keys = inputs.ids, inputs.run.index.keys
     anchors = np.random.default_rng([inputs.config.seed, 5]).permutation(len(ids))[:ANCHORS]
@@ -57,6 +55,3 @@ def nearest_samples(
     )
     keep = np.arange(k + 1) != drop[:, None]
     return similarity[keep].reshape(-1, k), rows[keep].reshape(-1, k)
-
-
-FIGURE = Figure(draw, EMBEDDINGS)

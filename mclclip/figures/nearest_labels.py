@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
+from mclclip.figures.inputs import Inputs
 
 SAMPLES, LABELS, EXAMPLES = 4, 3, 6
 BLOCK = 1 << 20
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws a sheet of samples, which the seed chooses, with a row for each of their nearest
     clusters, which shows other samples of this cluster.
     """
@@ -42,8 +42,6 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
                 pictures.append(inputs.run.pictures([sample, *others]))
                 names.append(f"{name}: cluster {cluster}, similarity {near:.2f}")
             data[name].append({"sample": inputs.run.index.keys([sample])[0], "labels": labels})
-    if not data:
-        return None
     drawing.sheet(path, "a sample, and examples of its nearest labels", pictures, names)
     return data
 
@@ -70,6 +68,3 @@ def examples_of(
             order = np.argsort(-similarities[here, 0], kind="stable")
             examples[cluster] = here[order[:count]]
     return examples
-
-
-FIGURE = Figure(draw, CLUSTERS)

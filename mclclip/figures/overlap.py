@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, MissingInput, unit_rows
+from mclclip.figures.inputs import Inputs, MissingInput, unit_rows
 
 log = logging.getLogger("mclclip")
 
@@ -25,15 +25,13 @@ TILE = 1024
 _BINS = 100  # bins of cosines from -1 to 1
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws, for each attribute and stage, cosines within and between values (Fig. 4).
 
     If there are three values, it also draws the cosines of the two least similar values with each
     other and with the rest, in the dimensions in which these two vary least (Fig. 1).
     """
     inputs.require_attributes()
-    if not inputs.features:
-        return None
     data: dict[str, Any] = {}
     panels: dict[str, dict[str, Any]] = {}
     for attribute in inputs.attributes:
@@ -147,6 +145,3 @@ def _least_alike(
     pair = int(classes[first]), int(classes[second])
     few = quietest_dimensions(rows, codes, pair, max(1, round(QUIET * rows.shape[1])))
     return pair, few, class_overlap(rows[:, few], codes, pair)[1]
-
-
-FIGURE = Figure(draw, EMBEDDINGS)

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import Figure, Inputs
+from mclclip.figures.inputs import Inputs, MissingInput
 from mclclip.figures.singular_values import effective_rank
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws the histogram of the pseudo labels as a line for each stage."""
     data = {
         stage.name: histogram(stage.labels)
@@ -22,7 +22,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
         if stage.has("pseudo_labels")
     }
     if not data:
-        return None
+        raise MissingInput("pseudo labels: run 'mclclip cluster --stage 0'")
     sizes = {name: entry["counts"] for name, entry in data.items()}
     drawing.lines(path, "pseudo labels", sizes, "label, most frequent first", "samples", log=True)
     return data
@@ -42,6 +42,3 @@ def histogram(labels: ArrayLike) -> dict[str, Any]:
         "share": float(counts.max() / counts.sum()),
         "effective": effective_rank(counts),
     }
-
-
-FIGURE = Figure(draw, "pseudo labels: run 'mclclip cluster --stage 0'")

@@ -11,14 +11,12 @@ import pandas
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import CLUSTERS, Figure, Inputs, MissingInput
+from mclclip.figures.inputs import Inputs, MissingInput
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws recall over l as a line for each attribute and stage."""
     inputs.require_attributes()
-    if not inputs.clusters:
-        return None
     data: dict[str, list[float]] = {}
     for attribute in inputs.attributes:
         codes = inputs.run.index.attribute(attribute)[0]
@@ -58,6 +56,3 @@ def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:
     recalled = np.logical_or.accumulate(table[clusters] == truth[:, None], axis=1)
     recall: NDArray[np.float64] = recalled.mean(axis=0)
     return recall
-
-
-FIGURE = Figure(draw, CLUSTERS)

@@ -17,16 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
+from mclclip.figures.inputs import Inputs, unit_rows
 
 TILE = 1024
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws the singular values of the features' covariance by stage; the data have effective rank
     and uniformity too."""
-    if inputs.features:
-        inputs.require_samples(2)
+    inputs.require_samples(2)
     data: dict[str, dict[str, Any]] = {}
     for name, rows in inputs.features.items():
         values = singular_values(rows)
@@ -35,8 +34,6 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             "effective_rank": effective_rank(values),
             "uniformity": uniformity(rows),
         }
-    if not data:
-        return None
     series = {
         f"{name}: effective rank {entry['effective_rank']:.1f}": entry["singular_values"]
         for name, entry in data.items()
@@ -83,6 +80,3 @@ def uniformity(features: ArrayLike) -> float:
         kernel[np.arange(len(block)), first + np.arange(len(block))] = 0.0
         total += float(kernel.sum())
     return math.log(total / (count * (count - 1)))
-
-
-FIGURE = Figure(draw, EMBEDDINGS)

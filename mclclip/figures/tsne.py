@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
+from mclclip.figures.inputs import Inputs, unit_rows
 
 MAX_LAID_OUT = 2_000
 FEWEST = 5
@@ -22,10 +22,8 @@ FEWEST = 5
 _PERPLEXITY = 30.0
 
 
-def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+def draw(inputs: Inputs, path: Path) -> dict[str, Any]:
     """Draws the features of every stage on a plane, coloured by each attribute in turn."""
-    if not inputs.features:
-        return None
     inputs.require_samples(FEWEST)
     rows = inputs.draw_places(MAX_LAID_OUT, 8)
     ids = inputs.ids[rows]
@@ -66,6 +64,3 @@ def layout(features: ArrayLike, seed: int) -> NDArray[np.float32]:
         2, perplexity=perplexity, init=start, random_state=seed
     ).fit_transform(rows)
     return places
-
-
-FIGURE = Figure(draw, EMBEDDINGS)

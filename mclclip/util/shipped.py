@@ -23,7 +23,7 @@ PLUGINS = {
     "data/datasets": "def build(",
     "eval/protocols": "EVALUATOR = ",
     "export/targets": "TARGET = ",
-    "figures": "FIGURE = ",
+    "figures": "def draw(",
     "objectives": "class Options(",
     "run/trackers": "def open_tracker(",
 }

@@ -1,7 +1,7 @@
 """Verb ``analyse``: the artifacts of a run -> figures, as data and as pictures, in ``analysis/``.
 
-A figure is a module of ``figures/`` that has a ``FIGURE``, such as ``figures/tsne.py``, which draws
-tsne.json and tsne.png. Figures read embeddings, clusters, pseudo labels and results.jsonl; no
+A figure is a module of ``figures/`` with a function ``draw``, such as ``figures/tsne.py``, which
+makes tsne.json and tsne.png. Figures read embeddings, clusters, pseudo labels and results.jsonl; no
 encoder runs. If a stage lacks what a figure needs, the log says so and the figure omits the stage.
 """
 
@@ -43,17 +43,15 @@ def _draw_figures(config: Config, selected: str | None) -> Path:
     directory = inputs.run.directory / "analysis"
     directory.mkdir(exist_ok=True)
     for name in names:
-        figure = every[name]
-        needs = figure.needs
         try:
-            data = figure.draw(inputs, directory / f"{name}.png")
+            data = every[name](inputs, directory / f"{name}.png")
         except MissingInput as error:
-            data, needs = None, str(error)
-        if data is not None:
+            if selected is not None:
+                raise ValueError(
+                    f"{config.run_dir} has nothing for {name}: {name} needs {error}"
+                ) from None
+            log.info("analyse: the run has nothing for %s, which needs %s", name, error)
+        else:
             files.write_json(directory / f"{name}.json", data)
             log.info("wrote %s", directory / f"{name}.png")
-        elif selected is not None:
-            raise ValueError(f"{config.run_dir} has nothing for {name}: {name} needs {needs}")
-        else:
-            log.info("analyse: the run has nothing for %s, which needs %s", name, needs)
     return directory

@@ -127,11 +127,9 @@ def test_a_figure_is_found_by_its_module(
 ) -> None:
     """Besides it a new figure has a test and a row in its page."""
     (tmp_path / "toy_figure.py").write_text(
-        "from mclclip.figures.inputs import Figure\n"
         "def draw(inputs, path):\n"
         "    path.write_bytes(b'')\n"
         "    return {'samples': len(inputs.run.index)}\n"
-        "FIGURE = Figure(draw, 'nothing')\n"
     )
     monkeypatch.setitem(shipped.PLUGINS, str(tmp_path), shipped.PLUGINS["figures"])
     found = shipped.plugins(str(tmp_path))
