@@ -127,10 +127,12 @@ def read_languages(
     }  # fmt: skip
 
 
-def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
+def read_captions_of_shards(
+    directory: Path, captions: str, *, first_only: bool = False
+) -> ImageTexts:
     """Reads the images and all their captions from ``directory/*.tar``. ``captions`` says where the
     captions are: 'txt', 'lines' or 'json:FIELD'. Raises the errors of ``read_shards``."""
-    stored, table = read_shards(directory, captions)
+    stored, table = read_shards(directory, captions, first_only=first_only)
     images, texts, owners = [], [], []
     ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
     for row, (image, (offset, size)) in enumerate(zip(stored, ranges, strict=True)):
@@ -143,33 +145,28 @@ def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
 
 
 def read_captioned(
-    root: Path, captions: str, images: str, max_samples: int | None
+    root: Path,
+    *,
+    captions: str = "txt",
+    images: str = ".",
+    max_samples: int | None = None,
+    first_only: bool = False,
+    **_: Any,
 ) -> tuple[Sequence[Readable], list[str]]:
     """Reads at most ``max_samples`` images below ``root`` that have a caption, with the first one.
 
     ``captions``: ``txt``, ``lines`` or ``json:FIELD`` of the samples in ``root/*.tar``; or a file
     or folder below ``root``, whose names start from the folder ``images`` (see `read_captions`).
+    With ``first_only`` only the first shard is read, to find mistakes.
     """
     data = (
-        read_captions_of_shards(root, captions)
-        if _are_in_shards(captions)
+        read_captions_of_shards(root, captions, first_only=first_only)
+        if captions in ("txt", "lines") or captions.startswith("json:")
         else read_captions(root / captions, root / images)
     )
     rows, first = np.unique(data.caption_image, return_index=True)
     pictures = [data.images[row] for row in rows[:max_samples]]
     return pictures, [data.captions[row] for row in first[:max_samples]]
-
-
-def check_captioned(root: Path, *, captions: str = "txt", images: str = ".", **_: Any) -> None:
-    """Raises the errors of `read_captioned` that can be known without a look at every sample."""
-    if _are_in_shards(captions):
-        read_shards(root, captions, first_only=True)
-    else:
-        read_captions(root / captions, root / images)
-
-
-def _are_in_shards(captions: str) -> bool:
-    return captions in ("txt", "lines") or captions.startswith("json:")
 
 
 def _read_rows(path: Path, images: Path, column: str | None, value: str | None = None) -> list[Row]:

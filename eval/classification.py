@@ -16,7 +16,7 @@ from PIL import Image
 
 from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.images import LabelledImages, Part, StoredImage, image_items
-from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
+from mclclip.eval.metrics import BoolArray, FloatArray, IntArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Measurement, figure
 from mclclip.models.encoder import Encoder
@@ -195,7 +195,7 @@ def ranked_figures(
 
 def mean_of_top1_and_top5(ranks: IntArray, items: Sequence[str]) -> Outcomes:
     """Outcomes of the mean of top-1 and top-5 accuracy, from the rank [N] of each image's class."""
-    return Outcomes(items, (hits_at(ranks, 1) + hits_at(ranks, 5).astype(np.float64)) / 2)
+    return Outcomes(items, ((ranks <= 1) + (ranks <= 5).astype(np.float64)) / 2)
 
 
 def area(scores: FloatArray, positive: BoolArray, items: Sequence[str]) -> Outcomes:

@@ -50,6 +50,17 @@ def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: s
     return gather_objects(raise_on_every_rank(lambda: work(slice(start, stop)), what))
 
 
+def over_chunks(context: Context, count: int, step: int, work: Callable[[slice], T]) -> list[T]:
+    """Calls ``work`` with chunks of at most ``step`` of ``count`` rows, and at least of one; the
+    ranks share them. Returns all results, in order, on every rank."""
+
+    def of_share(share: slice) -> list[T]:
+        starts = range(share.start, share.stop, max(step, 1))
+        return [work(slice(start, min(start + starts.step, share.stop))) for start in starts]
+
+    return [each for of_rank in over_ranks(context, count, of_share) for each in of_rank]
+
+
 @dataclass(frozen=True)
 class Extractor:
     """Extracts the features of an encoder. They do not depend on the number of ranks.
@@ -252,21 +263,15 @@ def rank_queries(
     of ``context`` share the queries; each holds a few blocks of ``chunk_bytes``, and the candidates
     in float64.
     """
-    step = max(1, chunk_bytes // (4 * len(candidates)))
     right = torch.from_numpy(candidates).to(context.device, torch.float64).T
 
-    def of_share(share: slice) -> IntArray:
-        ranks = np.empty((2, share.stop - share.start), dtype=np.int64)
-        for start in range(share.start, share.stop, step):
-            chunk = slice(start, min(start + step, share.stop))
-            left = torch.from_numpy(queries[chunk]).to(context.device, torch.float64)
-            near = (left @ right).float().cpu().numpy()
-            ranks[:, start - share.start : chunk.stop - share.start] = ranks_with_ties(
-                near, is_right[chunk].toarray()
-            )
-        return ranks
+    def of_chunk(chunk: slice) -> IntArray:
+        left = torch.from_numpy(queries[chunk]).to(context.device, torch.float64)
+        near = (left @ right).float().cpu().numpy()
+        return np.stack(ranks_with_ties(near, is_right[chunk].toarray()))
 
-    strict, optimistic = np.concatenate(over_ranks(context, len(queries), of_share), axis=1)
+    step = chunk_bytes // (4 * len(candidates))
+    strict, optimistic = np.hstack(over_chunks(context, len(queries), step, of_chunk))
     return strict, optimistic
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pandas
 from numpy.typing import NDArray
 
 from mclclip.data.decode import IMAGE_EXTENSIONS, PICTURE_SUFFIXES
@@ -173,7 +172,10 @@ def read_shards(
 Part = Literal["train", "valid", "test"]
 """A part of a data set: the name of its folder, or its value in the column split of a table."""
 
-Pairs = list[tuple[Any, str]]  # images (files, or images in shards), each with a label
+Rows = list[tuple[Any, str, int]]
+"""Images (files, or images in shards), each with a label, and 1 if the image shows it, -1 if not,
+or 0 if the data set does not judge it. Without a row it is not shown."""
+
 CLASS_NAMES = "classnames.txt"
 """The file beside shards, or in the folder above them, that names their classes: line k, from 0 on,
 has the name of class k."""
@@ -208,19 +210,16 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
     VOC, the names CLASS of its files CLASS_test.txt. Otherwise they are the classes of the shards
     in ``root``, or its folders, even empty ones. Raises ValueError if there is no class.
     """
-    if table and (root / table).is_dir():
-        labels: Iterable[str] = _voc_files(root / table, "test")
-    elif table:
-        labels = {label for _, label in _table_rows(root, table, several=True)}
+    if table:
+        labels = {label for _, label, _ in _table_rows(root, table, several=True)}
     elif shards := class_shards(root):
-        numbers = [str(number) for number, _ in enumerate(class_names(root))]
-        labels = numbers or {label for _, label in _members(shards)}
+        numbers = {str(number) for number, _ in enumerate(class_names(root))}
+        labels = numbers or {label for _, label, _ in _members(shards)}
     else:
-        labels = _class_folders(root)
-    labels = list(labels)
+        labels = {*_class_folders(root)}
     if not labels:
         layout = (
-            "a row per image, such as 1.jpg,cat"
+            "a row per image, such as 1.jpg,cat, or PASCAL VOC's files CLASS_test.txt"
             if table
             else "a folder per class, such as cat/, or tar shards with jpg and cls"
         )
@@ -245,11 +244,8 @@ def read_labelled(
     ValueError if there is no image, for an image with two labels without ``several``, and for lines
     of another form.
     """
-    where = root / (table or "")
-    if several and where.is_dir():
-        return _voc_images(root, str(table), names, "test")
-    pairs = _table_rows(root, table, several=several) if table else _images_in(root)
-    return _labelled(pairs, names, where, several)
+    rows = _table_rows(root, table, several=several) if table else _images_in(root)
+    return _labelled(rows, names, root / (table or ""), several)
 
 
 def read_parts(
@@ -266,41 +262,29 @@ def read_parts(
     """
     parts: tuple[Part, ...] = get_args(Part)
     where = root / (table or "")
-    if several and table and where.is_dir():
-        files = {part: _voc_files(where, part, part == "valid") for part in parts}
-        classes = {label for files_by_class in files.values() for label in files_by_class}
-        names = _names_to_learn(classes, classes, where)
-        lists = {part: _voc_images(root, table, names, part) for part in parts if files[part]}
-        _check_apart([labelled.images for labelled in lists.values()], where)
-        return lists
     for folder in () if table else (root / "train", root / "test"):
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"no folder {folder}: wanted train/ and test/ with a folder per class, "
                 "such as train/cat/1.jpg"
             )
-    rows: dict[Part, Pairs] = {
+    rows: dict[Part, Rows] = {
         part: _table_rows(root, table, part, several=several) if table else _images_in(root / part)
         for part in parts
     }
-    _check_apart([[path for path, _ in pairs] for pairs in rows.values()], where)
-    labels = {part: {label for _, label in pairs} for part, pairs in rows.items()}
+    times = Counter(image for of_part in rows.values() for image in {row[0] for row in of_part})
+    if shared := [image for image, count in times.items() if count > 1]:
+        raise ValueError(
+            f"{where} has {len(shared):,} images in more than one of train, valid and test, such "
+            f"as {min(shared)}: leave each in one"
+        )
+    labels = {part: {label for _, label, _ in of_part} for part, of_part in rows.items()}
     names = _names_to_learn(labels["train"] | labels["valid"], labels["test"], where)
     return {
         part: _labelled(rows[part], names, f"{part} of {where}", several)
         for part in parts
         if rows[part] or part != "valid"
     }
-
-
-def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
-    """Raises ValueError if an image is in several parts."""
-    times = Counter(path for images in parts for path in set(images))
-    if shared := [path for path, count in times.items() if count > 1]:
-        raise ValueError(
-            f"{where} has {len(shared):,} images in more than one of train, valid and test, such "
-            f"as {min(shared)}: leave each in one"
-        )
 
 
 def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str, str]:
@@ -316,43 +300,27 @@ def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str
     return {label: as_words(label) for label in sorted(learnt)}
 
 
-def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Path]:
-    """Maps the classes of PASCAL VOC, in order, to their files of this part. Raises ValueError if
-    there is none, unless ``optional``."""
-    ending = _VOC_ENDINGS[part]
-    files = {path.name.removesuffix(ending): path for path in folder.glob(f"?*{ending}")}
-    if not files and not optional:
-        raise ValueError(f"{folder} has no files CLASS{ending}, as in PASCAL VOC's ImageSets/Main")
-    return dict(sorted(files.items()))
-
-
-def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> LabelledImages:
-    """Reads a part of PASCAL VOC; ``names`` maps each class to its name."""
-    folder = root / table
-    files = _voc_files(folder, part)
-    truth = pandas.DataFrame({label: _voc_rows(files[label]) for label in names if label in files})
-    for label in names:
-        if label not in files or truth[label].isna().any():
-            problem = "lists other images than the others" if label in files else "is missing"
+def _voc_rows(root: Path, table: str, part: Part) -> Rows:
+    """Reads a part of PASCAL VOC; no rows if no class has a file of it."""
+    folder, rows, listed = root / table, Rows(), set[frozenset[str]]()
+    endings = tuple(_VOC_ENDINGS.values())
+    files = sorted(path for path in folder.glob("?*_*.txt") if path.name.endswith(endings))
+    labels = dict.fromkeys(path.name.rpartition("_")[0] for path in files)
+    paths = {label: folder / f"{label}{_VOC_ENDINGS[part]}" for label in labels}
+    for label, path in paths.items() if {*paths.values()} & {*files} else ():
+        text = read_text_file(path) if path in files else ""
+        lines = [line.split() for line in text.splitlines()]
+        signs = {line[0]: line[1:] for line in lines if line}
+        for name, sign in signs.items():
+            if sign not in (["1"], ["0"], ["-1"]):
+                raise ValueError(f"{path}: {name!r} has {sign}, wanted 1, 0 or -1")
+            rows.append((below(root, f"JPEGImages/{name}.jpg", f"{path}"), label, int(sign[0])))
+        listed.add(frozenset(signs))
+        if not signs or len(listed) > 1 or len(signs) < len(lines):
             raise ValueError(
-                f"{folder}: {label}{_VOC_ENDINGS[part]} {problem}: every class wants a file of "
-                "each part, with all its images"
+                f"{path} is missing, or does not list the images that other files do, each once: "
+                "every class wants a file of each part, with all its images"
             )
-    images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in truth.index]
-    return LabelledImages(images, truth.to_numpy(np.int8), list(names.values()))
-
-
-def _voc_rows(path: Path) -> dict[str, int]:
-    """Maps the names of images in a file of PASCAL VOC to 1, 0 or -1."""
-    rows = {}
-    for number, line in enumerate(read_text_file(path).splitlines(), start=1):
-        name, *rest = line.split() or [""]
-        if rest not in (["1"], ["0"], ["-1"]) or name in rows:
-            raise ValueError(
-                f"{path} line {number} is not an image, which no line before has, and 1, 0 or -1: "
-                f"{line!r}"
-            )
-        rows[name] = int(rest[0])
     return rows
 
 
@@ -377,10 +345,10 @@ def class_names(root: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _members(shards: Sequence[Path]) -> Pairs:
+def _members(shards: Sequence[Path]) -> Rows:
     """Reads the images of shards, each with the class in its ``.cls``. Raises ValueError for
     samples that lack one of them."""
-    findings, pairs = Findings(), Pairs()
+    findings, rows = Findings(), Rows()
     for path in shards:
         with open(path, "rb") as file:
             for key, group in group_members(file, str(path), "cls", findings).items():
@@ -388,21 +356,21 @@ def _members(shards: Sequence[Path]) -> Pairs:
                 if group.image is None or not label:
                     findings.add("no_image" if label else "no_label", group.full_key(key))
                 else:
-                    pairs.append((StoredImage(path, f"{path.stem}/{key}", *group.image), label))
+                    rows.append((StoredImage(path, f"{path.stem}/{key}", *group.image), label, 1))
     if lacking := findings.without(["other_member"]).lines():
         raise ValueError(
             f"{shards[0].parent}: {'; '.join(lacking)}. An evaluation of classes wants shards in "
             "which every sample has a picture and its class, such as 1.jpg and 1.cls"
         )
-    return pairs
+    return rows
 
 
-def _images_in(root: Path) -> Pairs:
+def _images_in(root: Path) -> Rows:
     """Reads images from shards or from a folder per class; none if ``root`` is missing. Other files
     are counted in the log."""
     if shards := class_shards(root):
         return _members(shards)
-    findings, pairs = Findings(), Pairs()
+    findings, rows = Findings(), Rows()
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if path.suffix.lower() in SUFFIXES and path.is_file():
             findings.add("no_class", path.name)
@@ -411,10 +379,10 @@ def _images_in(root: Path) -> Pairs:
             if reason := _reason_to_skip(path):
                 findings.add(reason, f"{label}/{path.name}")
             else:
-                pairs.append((path, label))
+                rows.append((path, label, 1))
     for line in findings.lines():
         log.warning("%s: %s", root, line)
-    return pairs
+    return rows
 
 
 def _reason_to_skip(path: Path) -> str | None:
@@ -430,44 +398,44 @@ def _reason_to_skip(path: Path) -> str | None:
     return None
 
 
-def _table_rows(
-    root: Path, table: str, part: Part | None = None, *, several: bool = False
-) -> Pairs:
-    """Reads the rows of a table with labels, or those of its ``part``. Raises ValueError for an
-    image with several rows, unless ``several``."""
+def _table_rows(root: Path, table: str, part: Part | None = None, *, several: bool = False) -> Rows:
+    """Reads the rows of a table with labels, or those of its ``part``; with ``several`` also those
+    of a folder as of PASCAL VOC (default: the part test). Raises ValueError for an image with
+    several rows, unless ``several``."""
     path = root / table
-    if path.is_dir() and not several:
-        raise ValueError(f"{path} is a folder: the files in it want metric=map_11_point")
+    if path.is_dir():
+        if not several:
+            raise ValueError(f"{path} is a folder: the files in it want metric=map_11_point")
+        return _voc_rows(root, table, part or "test")
     columns, parts = ("filepath", "label", *(["split"] if part else [])), get_args(Part)
-    pairs: Pairs = []
+    rows = Rows()
     for line, (file, label, *split) in read_rows(path, columns, "table of labels"):
         if not file or not label.strip() or (split and split[0].strip() not in parts):
             wants = "a filepath and a label" + f", and a split of {', '.join(parts)}" * bool(split)
             raise ValueError(f"{line} is {[file, label, *split]}: wanted {wants}")
         if [word.strip() for word in split] in ([], [part]):
-            pairs.append((below(root, file, line), label.strip()))
-    times = Counter(image for image, _ in pairs)
+            rows.append((below(root, file, line), label.strip(), 1))
+    times = Counter(image for image, _, _ in rows)
     if not several and (twice := [image for image, count in times.items() if count > 1]):
         raise ValueError(
             f"{path} has {twice[0]} more than once: several labels of an image want "
             "metric=map_11_point"
         )
-    return pairs
+    return rows
 
 
 def _labelled(
-    pairs: Pairs, names: Mapping[str, str], where: Path | str, several: bool
+    rows: Rows, names: Mapping[str, str], where: Path | str, several: bool
 ) -> LabelledImages:
-    """Makes images with labels of pairs (image, label). With ``several``, an image can be in
-    several pairs."""
-    if not pairs and not several:
+    """Makes images with labels of rows. With ``several``, an image can be in several rows."""
+    if not rows and not several:
         raise ValueError(f"{where} has no images")
     column = {label: number for number, label in enumerate(names)}
-    images = [image for image, _ in pairs]
-    labels = np.array([column[label] for _, label in pairs], dtype=np.int64)
+    images = [image for image, _, _ in rows]
+    labels = np.array([column[label] for _, label, _ in rows], dtype=np.int64)
     if not several:
         return LabelledImages(images, labels, list(names.values()))
-    rows = {image: row for row, image in enumerate(dict.fromkeys(images))}
-    truth = np.full((len(rows), len(names)), -1, dtype=np.int8)
-    truth[[rows[image] for image in images], labels] = 1
-    return LabelledImages(list(rows), truth, list(names.values()))
+    place = {image: number for number, image in enumerate(dict.fromkeys(images))}
+    truth = np.full((len(place), len(names)), -1, dtype=np.int8)
+    truth[[place[image] for image in images], labels] = [judged for _, _, judged in rows]
+    return LabelledImages(list(place), truth, list(names.values()))

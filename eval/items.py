@@ -152,12 +152,6 @@ class _Record:
             )
         return [self.value[name] for name in names]
 
-    def whole(self, what: str, value: Any) -> int:
-        """Returns a value that must be a whole number, or raises ValueError; ``what`` names it."""
-        if type(value) is not int:
-            raise ValueError(f"{self.where}: {what} is {value!r:.80}, wanted a whole number")
-        return value
-
     def texts(self, value: Any, count: int | None = None) -> list[Any]:
         """Returns the candidates of an item, of which the first is true. Raises ValueError unless
         they are a list of ``count`` texts (None: at least two)."""
@@ -215,7 +209,7 @@ def _read_made_pair(record: _Record) -> Item:
 
 def _sugarcrepe_pp(record: _Record) -> Item:
     number, image, *texts = record.take("id", "filename", "caption", "caption2", "negative_caption")
-    return record.item([image], texts, id=record.whole("id", number), right=2)
+    return record.item([image], texts, id=number, right=2)
 
 
 def _quadruple(record: _Record, key: str) -> Item:
@@ -225,7 +219,7 @@ def _quadruple(record: _Record, key: str) -> Item:
     for side, name in enumerate(images):
         if isinstance(name, str) and PurePosixPath(name).suffix.lower() not in SUFFIXES:
             images[side] = f"{name}.png"  # Winoground has ex_0_img_0 for the file ex_0_img_0.png
-    return record.item(images, texts, id=record.whole(key, number))
+    return record.item(images, texts, id=number)
 
 
 def _visual_genome(record: _Record, field_of_kind: str) -> Item:
@@ -234,11 +228,9 @@ def _visual_genome(record: _Record, field_of_kind: str) -> Item:
         "image_path", "true_caption", "false_caption", field_of_kind, *edges
     )
     names = map(str, kind if isinstance(kind, list) else [kind])
-    x, y, w, h = (record.whole(name, value) for name, value in zip(edges, box, strict=True))
-    if min(w, h) < 1 or max(map(abs, (x, y, w, h))) > MAX_EDGE:
-        raise ValueError(
-            f"{record.where}: its box is {w} x {h} pixels at ({x}, {y}), not a part of a picture"
-        )
+    if not all(type(edge) is int and abs(edge) <= MAX_EDGE for edge in box) or min(box[2:]) < 1:
+        raise ValueError(f"{record.where}: its box {box!r:.80} is not a part of a picture")
+    x, y, w, h = box
     cut = (x, y, x + w, y + h)
     return record.item([image], [right, wrong], kind="_".join(names), box=cut)
 
@@ -253,7 +245,7 @@ def _whatsup(record: _Record) -> Item:
     wrong caption; or a photograph, named OBJECT_RELATION_[of_]OBJECT, and four captions."""
     if isinstance(record.value, list) and len(record.value) == 3:
         number, *texts = record.value
-        return record.item([record.whole("the number of its image", number)], texts)
+        return record.item([number], texts)
     path, options = record.take("image_path", "caption_options")
     words = PurePosixPath(path).stem.split("_") if isinstance(path, str) else []
     if len(words) < 3:

@@ -1,4 +1,4 @@
-"""Formulas of metrics in pure numpy: intervals, ranks with ties, hits, rankings, margins.
+"""Formulas of metrics in pure numpy: intervals, ranks with ties, rankings, margins.
 
 Shares are fractions in [0, 1] here; rows of results.jsonl are in percent.
 """
@@ -79,11 +79,6 @@ def ranks_with_ties(similarity: FloatArray, positive: BoolArray) -> tuple[IntArr
     greater = np.count_nonzero(wrong > best, axis=1)
     equal = np.count_nonzero((wrong == best) & ~positive, axis=1)
     return (1 + greater + equal).astype(np.int64), (1 + greater).astype(np.int64)
-
-
-def hits_at(ranks: IntArray, k: int) -> BoolArray:
-    """Returns bool [Q]: True if a query's rank is at most ``k``."""
-    return ranks <= k
 
 
 def chance_at(k: int, candidates: int, right: IntArray) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,14 @@ def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
     given by name."""
     tables = []
     for metric, of_metric in outcomes.items():
-        texts = {
-            name: pa.array(getattr(of_metric, name) or [None] * len(of_metric), pa.string())
-            for name in _COLUMNS
-        }
-        columns = {"metric": pa.array([metric] * len(of_metric), pa.string()), **texts}
-        encoded = {name: column.dictionary_encode() for name, column in columns.items()}
-        encoded["value"] = pa.array(of_metric.values, pa.float32())
-        truth = [None] * len(of_metric) if of_metric.truth is None else of_metric.truth
-        encoded["truth"] = pa.array(truth, pa.bool_())
-        encoded["statistic"] = pa.array([of_metric.statistic] * len(of_metric)).dictionary_encode()
-        tables.append(pa.table(encoded))
+        nothing, truth = [None] * len(of_metric), of_metric.truth
+        texts: dict[str, Any] = {"metric": [metric] * len(of_metric)}
+        texts |= {name: getattr(of_metric, name) or nothing for name in _COLUMNS}
+        columns = {n: pa.array(text, pa.string()).dictionary_encode() for n, text in texts.items()}
+        columns["value"] = pa.array(of_metric.values, pa.float32())
+        columns["truth"] = pa.array(nothing if truth is None else truth, pa.bool_())
+        columns["statistic"] = pa.array([of_metric.statistic] * len(of_metric)).dictionary_encode()
+        tables.append(pa.table(columns))
     sink = io.BytesIO()
     table = pa.concat_tables(tables).unify_dictionaries()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -192,18 +190,17 @@ def read(path: Path) -> dict[str, Outcomes]:
     if f"{blake2b(data, digest_size=8).hexdigest()}.arrow" != path.name:
         raise ValueError(f"{path} is damaged, its bytes have changed: {advice}")
     table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-    metrics = table["metric"].to_pylist()
-    starts = [row for row in range(len(metrics)) if not row or metrics[row] != metrics[row - 1]]
-    parts = zip(starts, [*starts[1:], len(metrics)], strict=True)
-    decoded = {}
-    for start, stop in parts:
-        rows = table.slice(start, stop - start)
+    decoded: dict[str, Outcomes] = {}
+    start = 0
+    for metric, group in groupby(table["metric"].to_pylist()):
+        rows = table.slice(start, sum(1 for _ in group))
+        start += len(rows)
         texts: dict[str, Any] = {name: rows[name].to_pylist() for name in _COLUMNS}
         texts = {name: None if column[0] is None else column for name, column in texts.items()}
         statistic = rows["statistic"][0].as_py()
         truth = rows["truth"].to_numpy() if STATISTICS[statistic].is_ranking else None
         values = rows["value"].to_numpy()
-        decoded[metrics[start]] = Outcomes(values=values, truth=truth, statistic=statistic, **texts)
+        decoded[metric] = Outcomes(values=values, truth=truth, statistic=statistic, **texts)
     return decoded
 
 

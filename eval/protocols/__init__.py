@@ -49,7 +49,7 @@ class Evaluator:
     reads_text: bool
     is_loss: bool = False
     files: Sequence[str] = ("captions", "images", "labels")
-    check: Callable[..., None] | None = None
+    check: Callable[..., object] | None = None
     judged: str = ""
 
     @cached_property

@@ -10,13 +10,15 @@ training.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic.types import PositiveInt
 
-from mclclip.eval.captions import check_captioned, read_captioned
-from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, similarity
+from mclclip.eval.captions import read_captioned
+from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_chunks, similarity
 from mclclip.eval.images import image_items
 from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
@@ -49,9 +51,8 @@ def evaluate(
     ``read_captions``.
     """
     root = Path(root)
-    pictures, texts = raise_on_every_rank(
-        lambda: read_captioned(root, captions, images, max_samples)
-    )
+    options: dict[str, Any] = {"captions": captions, "images": images, "max_samples": max_samples}
+    pictures, texts = raise_on_every_rank(lambda: read_captioned(root, **options))
     sides = extractor.images(pictures), extractor.texts(texts)
     scale = float(extractor.encoder.logit_scale)
     to_text, to_image = (
@@ -95,20 +96,15 @@ def row_losses(
     Logits are cosines times ``scale``. The ranks of ``context`` share the queries; each holds about
     ``chunk_bytes`` of similarities.
     """
-    step = max(1, chunk_bytes // (8 * len(candidates)))
 
-    def of_share(share: slice) -> FloatArray:
-        losses = np.empty(share.stop - share.start)
-        for start in range(share.start, share.stop, step):
-            rows = np.arange(start, min(start + step, share.stop))
-            near = similarity(queries[rows], candidates, context.device)
-            logits = scale * near.astype(np.float64)
-            most = logits.max(axis=1)
-            total = np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most
-            losses[rows - share.start] = total - logits[np.arange(len(rows)), rows]
-        return losses
+    def of_chunk(chunk: slice) -> FloatArray:
+        logits = scale * similarity(queries[chunk], candidates, context.device).astype(np.float64)
+        most = logits.max(axis=1)
+        total = np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most
+        return np.asarray(total - logits.diagonal(chunk.start))
 
-    return np.concatenate(over_ranks(context, len(queries), of_share))
+    step = chunk_bytes // (8 * len(candidates))
+    return np.concatenate(over_chunks(context, len(queries), step, of_chunk))
 
 
 EVALUATOR = Evaluator(
@@ -117,5 +113,5 @@ EVALUATOR = Evaluator(
     reads_text=True,
     is_loss=True,
     files=("images",),  # not captions, which may be a field of samples
-    check=check_captioned,
+    check=partial(read_captioned, first_only=True),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +32,8 @@ from mclclip.eval.captions import (
     read_languages,
 )
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, rank_queries
-from mclclip.eval.images import image_items, read_shards
-from mclclip.eval.metrics import IntArray, chance_at, hits_at
+from mclclip.eval.images import image_items
+from mclclip.eval.metrics import IntArray, chance_at
 from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Level, Measurement, figure
@@ -44,7 +45,7 @@ KS = (1, 5, 10)
 Languages = Sequence[str] | Literal["all"] | None
 
 
-def check(
+def read(
     root: Path,
     *,
     captions: str,
@@ -53,18 +54,25 @@ def check(
     split: str | None = None,
     languages: Languages = None,
     shard_captions: str = "txt",
+    first_only: bool = False,
     **_: Any,
-) -> None:
-    """Raises those errors of ``evaluate`` that show without reading every sample."""
-    path = root / captions
-    if _holds_shards(path):
-        read_shards(path, shard_captions, first_only=True)
-    else:
-        _read(path, root / images, protocol, split, languages, shard_captions)
-
-
-def _holds_shards(captions: Path) -> bool:
-    return captions.is_dir() and any(captions.glob("*.tar"))
+) -> dict[str, ImageTexts]:
+    """Reads images and captions by language; the only language is "" if ``languages`` is None.
+    Options are those of ``evaluate``; with ``first_only`` only the first shard is read."""
+    path, folder = root / captions, root / images
+    in_shards = path.is_dir() and any(path.glob("*.tar"))
+    if languages is not None:
+        if split or in_shards:
+            raise ValueError(
+                f"{path}: languages are read from a table or .jsonl, without split or shards"
+            )
+        requested = None if languages == "all" else languages
+        return read_languages(path, folder, protocol, requested)
+    if not in_shards:
+        return {"": read_captions(path, folder, protocol, split=split)}
+    if protocol != "table" or split:
+        raise ValueError(f"{path} holds shards, which have no split: leave out protocol, split")
+    return {"": read_captions_of_shards(path, shard_captions, first_only=first_only)}
 
 
 def evaluate(
@@ -102,9 +110,9 @@ def evaluate(
     """
     root = Path(root)
     path, folder = root / captions, root / images
-    sets = raise_on_every_rank(
-        lambda: _read(path, folder, protocol, split, languages, shard_captions)
-    )
+    options: dict[str, Any] = {"captions": captions, "images": images, "protocol": protocol}
+    options |= {"split": split, "languages": languages, "shard_captions": shard_captions}
+    sets = raise_on_every_rank(lambda: read(root, **options))
     [first, *_] = sets.values()
     raise_on_every_rank(lambda: _check_images(first.images, path, folder))
     image_features = extractor.images(first.images)
@@ -167,7 +175,7 @@ def _recalls(
         both = {"": ranks, "_optimistic": optimistic} if tied else {"": ranks}
         for (suffix, of), k in product(both.items(), ks):
             level: Level = "detail" if suffix else "headline" if k == min(ks) else "table"
-            hits = Outcomes(items, hits_at(of, k), units=own_units)
+            hits = Outcomes(items, of <= k, units=own_units)
             right = np.diff(is_right.indptr)  # right candidates of each query
             chance = {"chance": round(100 * chance_at(k, len(candidates), right), 2)}
             name = f"{direction}/R@{k}{suffix}"
@@ -217,30 +225,6 @@ def _of_languages(
     return figures
 
 
-def _read(
-    captions: Path,
-    images: Path,
-    protocol: ProtocolName,
-    split: str | None,
-    languages: Languages,
-    shard_captions: str,
-) -> dict[str, ImageTexts]:
-    """Reads images and captions by language; the only language is "" if ``languages`` is None."""
-    in_shards = _holds_shards(captions)
-    if languages is not None:
-        if split or in_shards:
-            raise ValueError(
-                f"{captions}: languages are read from a table or .jsonl, without split or shards"
-            )
-        requested = None if languages == "all" else languages
-        return read_languages(captions, images, protocol, requested)
-    if not in_shards:
-        return {"": read_captions(captions, images, protocol, split=split)}
-    if protocol != "table" or split:
-        raise ValueError(f"{captions} holds shards, which have no split: leave out protocol, split")
-    return {"": read_captions_of_shards(captions, shard_captions)}
-
-
 def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
     """Raises FileNotFoundError if image files are missing, before any of them is encoded."""
     absent = [path for path in images if isinstance(path, Path) and not path.exists()]
@@ -288,5 +272,5 @@ EVALUATOR = Evaluator(
     evaluate,
     needs="images, and captions as a table, JSON or text files, or shards with both",
     reads_text=True,
-    check=check,
+    check=partial(read, first_only=True),
 )

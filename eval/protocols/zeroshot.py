@@ -32,7 +32,7 @@ from mclclip.eval.classification import (
 )
 from mclclip.eval.features import Extractor, Features, rank_queries, similarity
 from mclclip.eval.images import image_items, labels_of, read_labelled
-from mclclip.eval.metrics import IntArray, hits_at
+from mclclip.eval.metrics import IntArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.prompts import Classes, find_names, find_templates
 from mclclip.eval.protocols import Evaluator
@@ -145,10 +145,10 @@ def _of_ranks(
 
     ``labels`` [N] are numbers of ``classes``.
     """
-    first, chance = hits_at(ranks, 1), 100 / len(classes)
+    first, chance = ranks <= 1, 100 / len(classes)
     outcomes = {"top1": (Outcomes(items, first), chance)}
     if len(classes) > 5:
-        outcomes["top5"] = (Outcomes(items, hits_at(ranks, 5)), 500 / len(classes))
+        outcomes["top5"] = (Outcomes(items, ranks <= 5), 500 / len(classes))
         if metric == "mean_of_top1_and_top5":
             both = mean_of_top1_and_top5(ranks, items)
             outcomes = {metric: (both, 300 / len(classes))} | outcomes

@@ -218,10 +218,10 @@ def test_metrics_that_do_not_fit_get_one_line(
     main = voc / "ImageSets" / "Main"
     options: dict[str, Any] = {"labels": "ImageSets/Main", "metric": "map_11_point"}
     (main / "no 1_test.txt").write_text("000001 1\n")
-    with pytest.raises(ValueError, match="no 1_test.txt lists other images"):
+    with pytest.raises(ValueError, match="no 1_test.txt"):
         run(encoder, voc, **options)
     (main / "no 1_test.txt").write_text("000001 yes\n")
-    with pytest.raises(ValueError, match="line 1 is not an image.* '000001 yes'"):
+    with pytest.raises(ValueError, match="no 1_test.txt: '000001' has"):
         run(encoder, voc, **options)
     (memes / "labels.csv").write_text("filepath,label\n0.png,0\n0.png,1\n")
     with pytest.raises(ValueError, match="0.png more than once: several labels"):
