@@ -33,16 +33,16 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_357,
-    "functions": 2_702,
-    "functions of two lines or fewer": 762,
-    "classes": 331,
-    "dataclasses": 180,
+    "lines": 32_319,
+    "functions": 2_693,
+    "functions of two lines or fewer": 759,
+    "classes": 330,
+    "dataclasses": 179,
     "options": 192,
     "arrows between rooms": 326,
     "empty names": 3,
     "riddling docstrings": 0,
-    "lines of the average plugin": 96,
+    "lines of the average plugin": 95,
     "lines of tests": 45_363,
 }
 ROOM = 1.01
