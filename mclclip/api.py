@@ -16,7 +16,6 @@ import html
 import json
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -338,7 +337,7 @@ class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
         path = out.begin() / SETTINGS
         files.write_bytes(path, text.encode())
         log.info("chose the settings, each with its reason: %s", path)
-        log.info("a look at the data: mclclip doctor --data %s", shlex.quote(str(path)))
+        log.info("'mclclip doctor --data %s' looks at the data", path)
         for line in text.splitlines():
             log.debug("%s", line)
         return Made({"samples": count}, files.records_of(out.directory, SETTINGS))

@@ -16,7 +16,6 @@ Finished artifacts are skipped, so the same command resumes a run that was kille
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +74,7 @@ def run(
                 _evaluate(config, context, variant, joined)
     if config.track:
         collectives.on_main(lambda: report.track(config))
-    log.info("one page of all that this run left: mclclip report %s", shlex.quote(config.run_dir))
+    log.info("'mclclip report %s' makes one page of all that this run left", config.run_dir)
     return Path(config.run_dir)
 
 

@@ -186,8 +186,7 @@ def open_table(
         inputs = partial(_inputs, source if folders else Path(path), files, folders, roots)
     if not table.columns:
         raise ValueError(f"{path} is empty: it names no columns")
-    names_captions = bool(caption_column)
-    images = _image_column(path, root, table, path_column, names_captions, not command, ask)
+    images = _image_column(path, root, table, path_column, bool(caption_column), not command, ask)
     texts = _caption_columns(path, table, caption_column, images, not command, ask)
     for column in (images, *texts):
         if (top := column.partition(".")[0]) in table.lacking:

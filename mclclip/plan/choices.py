@@ -74,7 +74,7 @@ def choose(at: Situation, overrides: Sequence[str] = ()) -> tuple[Config, str]:
     if at.samples < FEWEST:
         raise ValueError(
             f"too few pictures to train on: {at.samples} without the shares that are held out "
-            f"(held_out), and {FEWEST} are needed without them, since batches are drawn from groups"
+            f"(held_out), and at least {FEWEST} are needed, since batches are drawn from groups"
         )
     choices = [*_choices(at)]
     for name in ("base", "train"):
