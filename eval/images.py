@@ -219,7 +219,7 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
         labels = {*_class_folders(root)}
     if not labels:
         layout = (
-            "a row per image, such as 1.jpg,cat, or PASCAL VOC's files CLASS_test.txt"
+            "a row per image, such as 1.jpg,cat"
             if table
             else "a folder per class, such as cat/, or tar shards with jpg and cls"
         )
@@ -301,13 +301,18 @@ def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str
 
 
 def _voc_rows(root: Path, table: str, part: Part) -> Rows:
-    """Reads a part of PASCAL VOC; no rows if no class has a file of it."""
+    """Reads a part of PASCAL VOC; no rows if no class has a file of it. Raises ValueError if no
+    class has a file of any part, and for files that do not all judge the same images."""
     folder, rows, listed = root / table, Rows(), set[frozenset[str]]()
     endings = tuple(_VOC_ENDINGS.values())
     files = sorted(path for path in folder.glob("?*_*.txt") if path.name.endswith(endings))
+    if not files:
+        raise ValueError(f"{folder} has no files CLASS_test.txt, as in PASCAL VOC's ImageSets/Main")
     labels = dict.fromkeys(path.name.rpartition("_")[0] for path in files)
     paths = {label: folder / f"{label}{_VOC_ENDINGS[part]}" for label in labels}
-    for label, path in paths.items() if {*paths.values()} & {*files} else ():
+    if not {*paths.values()} & {*files}:
+        return rows
+    for label, path in paths.items():
         text = read_text_file(path) if path in files else ""
         lines = [line.split() for line in text.splitlines()]
         signs = {line[0]: line[1:] for line in lines if line}

@@ -331,7 +331,8 @@ def assign_blocks(
     with rows.torch_settings():
         results = holder.nearest(rows.to_device(centroids), labels_per_sample)
         for first in range(0, num_blocks, rows.context.world_size):
-            packed = torch.zeros((0, labels_per_sample), dtype=torch.int64)
+            shape, device = (0, labels_per_sample), rows.context.device
+            packed = torch.zeros(shape, dtype=torch.int64, device=device)
             # In the last round a rank may have no block, but other ranks may need its centroids.
             if (result := next(results, None)) is not None:
                 _, block, by_score = result

@@ -184,8 +184,8 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     if problem["type"] in ("missing", "missing_argument"):
         return f"option {name!r} is required: set {name}=VALUE"
     if problem["type"] == "union_tag_not_found":
-        if "0" in problem["input"]:
-            return f"{name} is no list of objectives: leave '.0' out of {name}.0"
+        if numbers := [key for key in map(str, problem["input"]) if key.isdigit()]:
+            return f"{name} is no list of objectives: leave the number out of {name}.{numbers[0]}"
         return f"option '{name}.kind' is required beside other options of {name}"
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")

@@ -354,7 +354,7 @@ def _image_column(
     missing += f", it has {_describe(table)}"
     missing += ": name " + ("it" if fits else "the column of names or of bytes")
     words = ("--path-column", fits[0] if fits else "COLUMN")
-    if captions or names_captions:
+    if captions or names_captions or len(table.columns) == 1:
         raise ask(missing, *words)
     raise ask(f"{missing}, and the column of captions", *words, "--caption-column", "COLUMN")
 

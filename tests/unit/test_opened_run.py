@@ -51,6 +51,7 @@ def test_a_run_is_opened_without_torch(made: Path) -> None:
 def test_parts_are_those_on_disk_and_nothing_is_written(made: Path) -> None:
     before = digests(made, "**/*")
     run = Run.open(made)
+    assert str(made) in repr(run)
     assert run.config == config.load(str(made / "config.yaml"), []) and run.seed == run.config.seed
     assert len(run.index) == made_run.NUM_SAMPLES
     assert [stage.name for stage in run.stages] == ["stage_0", "stage_1", "stage_2"]

@@ -280,6 +280,11 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
         "mclclip pack photos --captions t.csv --out out --path-column 'my file' "
         "--caption-column COLUMN",
     ),
+    "an odd name alone": (
+        lambda at, p: (p, write_csv(at / "t.csv", ["my file"], [["b.png"]])),
+        "no column of images",
+        "mclclip pack photos --captions t.csv --out out --path-column 'my file'",
+    ),
     "an odd name beside captions": (
         lambda at, p: (p, write_csv(at / "t.csv", ["text", "my file"], [["7", "b.png"]])),
         "no column of images",

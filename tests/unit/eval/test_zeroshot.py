@@ -217,6 +217,8 @@ def test_metrics_that_do_not_fit_get_one_line(
         run(encoder, voc, labels="ImageSets/Main")
     main = voc / "ImageSets" / "Main"
     options: dict[str, Any] = {"labels": "ImageSets/Main", "metric": "map_11_point"}
+    with pytest.raises(ValueError, match="JPEGImages has no files CLASS_test.txt"):
+        run(encoder, voc, labels="JPEGImages", metric="map_11_point")
     (main / "no 1_test.txt").write_text("000001 1\n")
     with pytest.raises(ValueError, match="no 1_test.txt"):
         run(encoder, voc, **options)
