@@ -14,7 +14,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.text_rows import width_of
 from mclclip.eval.protocols import reading_texts
 from mclclip.models.encoder_names import check_encoder
-from mclclip.models.loading import check_tokenizer, load_towers
+from mclclip.models.loading import has_texts, load_towers, model_tokenizer
 from mclclip.models.preparing import refuse_folded_norms
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import RunPaths, is_finished
@@ -69,8 +69,8 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
         if model.text and not model.text_rows
     ]
     for number, name in enumerate(names):
-        if name not in names[:number]:
-            check_tokenizer(name)
+        if name not in names[:number] and has_texts(name):
+            model_tokenizer(name)
 
 
 def check_samples(config: Config, index: SampleIndex) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from mclclip.models import config_check, tokenizer, transformers_folder, weights
 from mclclip.models.model import Model
 from mclclip.util import files
+from mclclip.util.options import prefix_errors
 
 _PROCESSOR = "image_processing_open_clip"  # module of `OpenClipImageProcessor`, copied into exports
 EXACT = "exact_processor"
@@ -122,21 +123,6 @@ def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: s
         files.write_bytes(out / name, content.encode())
 
 
-def _fetch(source: Path, text_tokenizer: Any) -> Any:
-    """Fetches a model's tokenizer now, which otherwise happens at its first text.
-
-    Raises FileNotFoundError, which says what to do, if it is not in ``source`` and cannot be
-    fetched.
-    """
-    try:
-        return tokenizer.fetch_tokenizer(text_tokenizer)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{source} has no files of its tokenizer, without which it is not converted: {error}; "
-            f"or put {config_check.TOKENIZER_CONFIG} and tokenizer.json into {source}"
-        ) from error
-
-
 def write_tokenizer(source: Path, model: Model, out: Path) -> None:
     """Writes the tokenizer of the model in ``source`` so that it reads texts as open_clip does.
 
@@ -150,7 +136,12 @@ def write_tokenizer(source: Path, model: Model, out: Path) -> None:
     files of another one come from ``source``, or from the hub or its cache. Raises
     FileNotFoundError if they are nowhere.
     """
-    text_tokenizer = _fetch(source, model.tokenizer)
+    lacking = (
+        f"{source} has no files of its tokenizer, without which it is not converted: put "
+        f"{config_check.TOKENIZER_CONFIG} and tokenizer.json into it, or fetch them"
+    )
+    with prefix_errors(lacking):
+        text_tokenizer = tokenizer.fetch_tokenizer(model.tokenizer)
     text_cfg = model.config["model_cfg"]["text_cfg"]
     if hasattr(text_tokenizer, "bpe_ranks"):
         reads_on = text_cfg.get("no_causal_mask") or text_cfg.get("embed_cls")

@@ -17,6 +17,7 @@ module is the unchanged input of the next, the tower is a chain of these modules
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -44,7 +45,6 @@ from mclclip.models.towers import (
     Names,
     Step,
     belongs,
-    layout_or_reason,
     number_blocks,
     present,
     resized_positions,
@@ -96,9 +96,6 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
     for a field that does not fit, and for a name that the library does not list itself, since it
     could load foreign code.
     """
-    for field_name, value in vision_cfg.items():
-        if field_name != "options":
-            config_check.check_numbers(value, field_name, f"vision_cfg of {where}")
     try:
         backbone = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
     except ValidationError as error:
@@ -166,18 +163,14 @@ class BackboneTower(nn.Module):
             pixels = replace(pixels, size=(image_size, image_size))
         return transforms.training(pixels, options), transforms.PlainTransform(pixels)
 
-    def layout(self) -> ImageLayout | str:
-        """Returns the tower's layout, or why it cannot be split or locked by block."""
-        return layout_or_reason(self, _layout_of)
-
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, D]."""
         features: Tensor = self.trunk(images)
         return features
 
 
-def _layout_of(tower: Any) -> ImageLayout:
-    """Returns the layout of a backbone.
+def backbone_layout(tower: Any) -> ImageLayout:
+    """Returns the layout of a `BackboneTower`.
 
     In a ResNet or `SmallConv` every module after the stem is a block, and an average pooling
     follows the last block.
@@ -276,11 +269,6 @@ def timm_layout(tower: Any) -> ImageLayout:
     if forward is VisionTransformer.forward_features:
         start = _start_vit
     elif forward is Eva.forward_features:
-        if getattr(trunk, "dynamic_img_size", False):
-            raise ValueError(
-                "the image tower is a timm Eva for images of any size, which cannot be split or "
-                "locked"
-            )
         start, steps = _start_eva, _steps_of_eva
     elif forward is VisionTransformerRelPos.forward_features:
         start, steps = _start_relpos, _steps_of_relpos
@@ -445,25 +433,17 @@ def _record_calls(trunk: Any, channels: int, image_size: tuple[int, int]) -> lis
         calls[0].result = features
         return features
 
-    tensors = dict(trunk.named_parameters()) | dict(trunk.named_buffers())
-    shapes = {name: torch.empty_like(t, device="meta") for name, t in tensors.items()}
-    training = {module: module.training for module in trunk.modules()}
-    hooks = []
-    for name, module in trunk.named_modules():
+    tensors = (*trunk.parameters(), *trunk.buffers())
+    shapes = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
+    recorded = copy.deepcopy(trunk, shapes)
+    for name, module in recorded.named_modules():
         if name:
-            hooks.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(end))
-    trunk.forward_head = pool
-    try:
-        trunk.train()  # a dropout that is no module then shows, since it breaks the chain
-        with torch.no_grad():
-            torch.func.functional_call(trunk, shapes, (images,))
-    finally:
-        del trunk.forward_head
-        for hook in hooks:
-            hook.remove()
-        for module, mode in training.items():
-            module.training = mode
+            module.register_forward_pre_hook(partial(begin, name), with_kwargs=True)
+            module.register_forward_hook(end)
+    recorded.forward_head = pool
+    recorded.train()  # a dropout that is no module then shows, since it breaks the chain
+    with torch.no_grad():
+        recorded(images)
     return calls
 
 

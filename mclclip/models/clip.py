@@ -50,6 +50,8 @@ from mclclip.util.options import first_few, nearest
 
 _KINDS = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
 _BIG_VISION = (".npz", ".npy")  # weights of SigLIP's authors, which open_clip reads
+# Texts on which a stranger's tokenizer is tried: an empty one, and one longer than any context.
+_PROBES = ("", "A photo of 2 dogs: the quick brown fox jumps over the lazy dog. " * 200)
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
 """CLIP's names of ImageNet-1k's classes, in the order of their sorted WordNet ids."""
@@ -77,22 +79,19 @@ def find(
     it is None for a model that has no directory. Raises the errors of `loading.load_towers` about
     these.
     """
-    label, directory = str(name).removeprefix("local-dir:"), None
-    if str(name).startswith(transformers_folder.PREFIX):
-        refuse_pretrained(str(name), pretrained)
-        directory = transformers_folder.find(str(name))
-        config = transformers_folder.read_config(directory, _simple_tokenizer(77))
-        config_check.check(config, _published(), _KINDS, str(directory))
-        if load_weights:
-            transformers_folder.check_weights(directory)
-        return config, directory if load_weights else None, directory
-    if isinstance(name, Mapping) or str(name).endswith(".json"):
-        config = weights.read_model_config(name)
-        file = _weights_file(pretrained, str(name))
-        label = "the model config" if isinstance(name, Mapping) else label
-        config = _completed(config, label, file)
-    elif str(name).startswith("local-dir:") or os.path.isdir(label):
-        refuse_pretrained(str(name), pretrained)
+    whose, directory = "the model config" if isinstance(name, Mapping) else str(name), None
+    label = whose.removeprefix("local-dir:")
+    if whose.startswith(transformers_folder.PREFIX):
+        refuse_pretrained(whose, pretrained)
+        directory = transformers_folder.find(whose)
+        words = _simple_tokenizer(context_length=DEFAULT_CONTEXT_LENGTH)
+        config = transformers_folder.read_config(directory, words)
+        file = directory if load_weights else None
+    elif isinstance(name, Mapping) or whose.endswith(".json"):
+        config, file = weights.read_model_config(name), _weights_file(pretrained, whose)
+        config = _completed(config, whose, file)
+    elif whose.startswith("local-dir:") or os.path.isdir(label):
+        refuse_pretrained(whose, pretrained)
         directory = Path(label)
         weights.check_recorded(directory, load_weights=load_weights)
         config = weights.read_config(directory)
@@ -106,8 +105,7 @@ def find(
     elif not os.path.exists(label) and (label.startswith((".", "/", "~")) or label.count("/") > 1):
         raise FileNotFoundError(f"no model at {label}: give an exported directory or a name")
     else:
-        config, file = _of_open_clip(label.replace("/", "-"), str(name), pretrained)
-    whose = "the model config" if isinstance(name, Mapping) else str(name)
+        config, file = _of_open_clip(label.replace("/", "-"), whose, pretrained)
     config_check.check(config, _published(), _KINDS, whose)
     return config, file, directory
 
@@ -164,11 +162,8 @@ def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[st
     `state_dicts.complete_config`). Raises ValueError if the weights, or files beside them, say that
     they were trained with another activation."""
     model_cfg = config["model_cfg"]
-    if file is None or not {"text_cfg", "vision_cfg"} <= {*model_cfg}:
-        return config
-    if WIDTH in model_cfg["text_cfg"]:
-        return config
-    if file.suffix in _BIG_VISION:
+    is_clip = {"text_cfg", "vision_cfg"} <= {*model_cfg} and WIDTH not in model_cfg["text_cfg"]
+    if file is None or not is_clip or file.suffix in _BIG_VISION:
         return config
     with _loading(file):
         tensors = state_dicts.read(file, "meta")
@@ -259,10 +254,10 @@ def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
 
 
 class _CheckedTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
-    """A tokenizer from the files beside a model; its tokens are checked by `tokens_of`."""
+    """A tokenizer from the files beside a model, which may come from a stranger."""
 
     def __init__(self, directory: Path, vocabulary: int, kind: str, **options: Any) -> None:
-        self._vocabulary, self._where = vocabulary, f"in {directory}"
+        self._vocabulary, self._name = vocabulary, f"the tokenizer in {directory}"
         library = config_check.library()
         if kind == config_check.FAST:  # open_clip's AutoTokenizer would load the slow one
             self.tokenizer_mode, self.strip_sep_token = "", False
@@ -275,10 +270,25 @@ class _CheckedTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no 
         super().__init__(str(directory), config=config, **options)
 
     def __call__(self, texts: str | list[str], context_length: int | None = None) -> torch.Tensor:
-        number = 1 if isinstance(texts, str) else len(texts)
-        length = context_length or self.context_length
-        tokenize = functools.partial(super().__call__, texts, context_length)
-        tokens = tokenizer.tokens_of(tokenize, number, length, self._vocabulary, self._where)
+        """N strings -> int64 [N, context]. Raises ValueError, one line, if the tokenizer fails, or
+        makes tokens of another shape, or ids that the text tower does not know, which would end in
+        an index error."""
+        shape = [1 if isinstance(texts, str) else len(texts), context_length or self.context_length]
+        try:
+            tokens = super().__call__(texts, context_length)
+        except BaseException as error:
+            # A panic of the library, which is written in Rust, is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"{self._name} fails on a text ({one_line(error)})") from error
+        problem = ""
+        if [*tokens.shape] != shape:
+            problem = f"tokens of shape {[*tokens.shape]}, wanted {shape}"
+        elif tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            ids = f"ids from {int(tokens.min()):,} to {int(tokens.max()):,}"
+            problem = f"{ids}, the text tower knows those below {self._vocabulary:,}"
+        if problem:
+            raise ValueError(f"{self._name} makes {problem}: it is of another model")
         return cast(torch.Tensor, tokens)
 
 
@@ -300,12 +310,10 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
     options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
     name = text_cfg.get("hf_tokenizer_name")
     if not name:
-        make = _simple_tokenizer if options.keys() == {"context_length"} else SimpleTokenizer
-        simple = copy.copy(_make_tokenizer(functools.partial(make, **options)))
+        simple = copy.copy(_make_tokenizer(functools.partial(_simple_tokenizer, **options)))
         tokenizer.WordEncoder(simple, options.get("clean", "lower"))
         return simple
     options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
-    config_check.check_hub_name(name)
     if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():
         return tokenizer.LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
     config_check.library()
@@ -314,20 +322,19 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
         functools.partial(_CheckedTokenizer, directory, vocabulary, kind, **options)
     )
     with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
-        checked([*tokenizer.PROBES])
+        checked([*_PROBES])
     return checked
 
 
 @functools.lru_cache(maxsize=4)
-def _simple_tokenizer(context_length: int) -> Any:
+def _simple_tokenizer(**options: Any) -> Any:
     """Returns CLIP's own tokenizer; cached, since reading its table takes longer than building a
     small model."""
-    return SimpleTokenizer(context_length=context_length)
+    return SimpleTokenizer(**options)
 
 
 def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:
     config_check.library()
-    config_check.check_hub_name(name)
     return fetch_quietly(f"the tokenizer files of {name!r}", lambda: HFTokenizer(name, **options))
 
 
@@ -371,14 +378,15 @@ def fill(clip: Any, file: Path) -> None:
     with _loading(file), quiet():
         if file.is_dir():
             transformers_folder.fill(clip, file)
-        elif file.suffix in _BIG_VISION:
+            return
+        if file.suffix in _BIG_VISION:
             open_clip.load_checkpoint(clip, str(file))
-        else:
-            tensors = convert_state_dict(clip, state_dicts.read(file))
-            if not hasattr(clip, "positional_embedding"):
-                tensors = convert_to_custom_text_state_dict(tensors)
-            state_dicts.fill(clip, tensors, file)
-    weights.refuse_not_finite(clip, str(file))
+            weights.refuse_not_finite(clip, str(file))
+            return
+        tensors = convert_state_dict(clip, state_dicts.read(file))
+        if not hasattr(clip, "positional_embedding"):
+            tensors = convert_to_custom_text_state_dict(tensors)
+    state_dicts.fill(clip, tensors, str(file))
 
 
 @contextmanager
@@ -387,8 +395,6 @@ def _loading(file: Path) -> Iterator[None]:
 
     torch raises many kinds of errors for a file that is damaged, holds code, or does not fit.
     """
-    if file.suffix == ".safetensors":
-        weights.check_header(file)
     try:
         yield
     except Exception as error:
@@ -397,13 +403,15 @@ def _loading(file: Path) -> Iterator[None]:
 
 
 def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
-    """Returns the layout of an image tower of open_clip, or why it cannot be split or locked."""
-    if isinstance(visual, VisionTransformer):
-        return towers.layout_or_reason(visual, towers.vision_transformer_layout)
-    if isinstance(visual, ModifiedResNet):
-        return towers.layout_or_reason(visual, towers.resnet_layout)
-    if isinstance(visual, TimmModel):
-        return towers.layout_or_reason(visual, backbones.timm_layout)
+    """Returns the layout of an image tower, or why it cannot be split or locked."""
+    for kind, make in (
+        (VisionTransformer, towers.vision_transformer_layout),
+        (ModifiedResNet, towers.resnet_layout),
+        (TimmModel, backbones.timm_layout),
+        (backbones.BackboneTower, backbones.backbone_layout),
+    ):
+        if isinstance(visual, kind):
+            return towers.layout_or_reason(visual, make)
     return (
         f"the image tower is a {type(visual).__name__}, which cannot be split or locked: use "
         "another model"
@@ -413,11 +421,13 @@ def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
 def transforms_of(
     visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
 ) -> transforms.Pair:
-    """Returns the transforms of training and of validation of one of open_clip's towers.
+    """Returns the transforms of training and of validation of an image tower.
 
-    They are open_clip's own, unless `augmentation` has a `kind`, which names one of `transforms`.
-    ``image_size``: for pictures of another size than the tower's.
+    Those of open_clip's towers are its own, unless `augmentation` has a `kind`, which names one of
+    `transforms`. ``image_size``: for pictures of another size than the tower's.
     """
+    if isinstance(visual, backbones.BackboneTower):
+        return visual.transforms(augmentation, image_size)
     options = dict(augmentation or {})
     settings = PreprocessCfg(**visual.preprocess_cfg)
     if image_size is not None:

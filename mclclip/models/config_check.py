@@ -29,7 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError, create_model
 
 import mclclip.util.torchvision_fix  # noqa: F401
 
@@ -53,11 +53,14 @@ _POSITIVE = (
     "context_length", "vocab_size", "attn_pooler_queries", "attn_pooler_heads", "size", "std",
     "channels", "hidden_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
-_TOP = {
+_TOP: dict[str, Any] = {
     "embed_dim": int, "quick_gelu": bool, "custom_text": bool, "init_logit_bias": float,
     "init_logit_scale": float, "nonscalar_logit_scale": bool, "output_dict": bool,
+    "multimodal_cfg": dict,
 }  # fmt: skip
-_PARTS = ("vision_cfg", "text_cfg", "multimodal_cfg")
+_PARTS = ("vision_cfg", "text_cfg", "preprocess_cfg")
+# Strict: true is no number, and neither is a text of digits.
+_STRICTLY = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _MODES: dict[str, tuple[str, ...]] = {
     "mode": ("RGB",),
     "interpolation": ("bicubic", "bilinear", "nearest", "random"),
@@ -108,15 +111,15 @@ def check(
                 f"own has (nearest: {', '.join(near)}): use one of theirs, any other could bring "
                 "code"
             )
-    if text.get("hf_model_name"):
-        check_hub_name(text["hf_model_name"])
+        if text.get(key) and Path(text[key]).exists():
+            raise ValueError(
+                f"{text[key]!r} is meant to come from the hub, but {Path(text[key]).resolve()} "
+                "would be read instead: start from another directory"
+            )
     allowed_options = {option for other in texts for option in other.get("tokenizer_kwargs") or {}}
     _check_tokenizer_options(text.get("tokenizer_kwargs") or {}, allowed_options, where)
-    if BACKBONE in vision:
-        return
-    _check_model(model, kinds[0], kinds[1], where)
-    if "preprocess_cfg" in config:
-        _check_preprocessing(config["preprocess_cfg"], kinds[2], where)
+    if BACKBONE not in vision:
+        _check_fields(config, kinds, where)
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
@@ -140,59 +143,44 @@ def _check_tokenizer_options(options: object, allowed: set[str], where: str) -> 
 # --- types and numbers --------------------------------------------------------------------------
 
 
-def _check_model(config: Mapping[str, Any], vision: type, text: type, where: str) -> None:
-    """Raises ValueError if a model config has fields that open_clip does not know, values of other
-    types, or numbers that cannot be.
-
-    `vision` and `text` are open_clip's dataclasses of `vision_cfg` and `text_cfg`.
-    """
-    _refuse_unknown_fields(config, {*_TOP, *_PARTS}, where)
-    for name, value in config.items():
-        if name in _TOP:
-            _check_type(_TOP[name], value, name, where)
-            check_numbers(value, name, where)
-    for name, kind in (("vision_cfg", vision), ("text_cfg", text)):
-        if config.get(name):
-            _check_part(config[name], kind, f"{name} of {where}")
-
-
-def _refuse_unknown_fields(config: Mapping[str, Any], known: set[str], where: str) -> None:
-    if strange := sorted(set(map(str, config)) - known):
-        what = brief(strange[0])
-        raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
-
-
-def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
-    """Raises ValueError for values that a dataclass `kind` of open_clip does not take."""
-    _refuse_unknown_fields(part, {item.name for item in fields(kind)}, where)
+def _check_fields(config: Mapping[str, Any], kinds: tuple[type, type, type], where: str) -> None:
+    """Raises ValueError if a configuration has fields that open_clip does not know, values of other
+    types, or numbers that cannot be. Strange fields of `preprocess_cfg` are ignored, as in
+    open_clip."""
+    model = config["model_cfg"]
+    preprocessing = _mapping(config.get("preprocess_cfg", {}), f"preprocess_cfg of {where}")
+    known = {item.name for item in fields(kinds[2])}
+    preprocessing = {name: value for name, value in preprocessing.items() if name in known}
     # For null open_clip takes its default, or the field does not apply (patch_size of ResNets).
-    values = {name: value for name, value in part.items() if value is not None}
-    _check_type(kind, values, "", where)
-    for name, value in values.items():
-        check_numbers(value, name, where)
-    size, patch = values.get("image_size", 224), values.get("patch_size", 1)
-    if "patch_size" in values and min(_items(size)) < max(_items(patch)):
+    parts = {
+        name: {option: value for option, value in part.items() if value is not None}
+        for name in _PARTS
+        if (part := (model | {"preprocess_cfg": preprocessing}).get(name)) is not None
+    }
+    types = _TOP | dict(zip(_PARTS, kinds, strict=True))
+    optional: dict[str, Any] = {name: (kind, None) for name, kind in types.items()}
+    read = create_model("Config", __config__=_STRICTLY, **optional)
+    try:
+        read.model_validate_json(json.dumps({**model, **parts}))
+    except ValidationError as error:
+        option, problem = first_problem(error)
+        raise ValueError(f"{option} in {where}: {problem[:200]}") from None
+    for name, part in {"": model, **parts}.items():
+        for option, value in part.items():
+            if option not in _PARTS:
+                check_numbers(value, option, f"{name} of {where}" if name else where)
+    vision, preprocessing = parts["vision_cfg"], parts["preprocess_cfg"]
+    size, patch = vision.get("image_size", 224), vision.get("patch_size", 1)
+    if "patch_size" in vision and min(_items(size)) < max(_items(patch)):
         raise ValueError(
-            f"image_size in {where} is {brief(size)}, below patch_size {brief(patch)}: wanted "
-            "pictures of one patch at least"
+            f"image_size in vision_cfg of {where} is {brief(size)}, below patch_size "
+            f"{brief(patch)}: wanted pictures of one patch at least"
         )
-
-
-def _check_preprocessing(config: object, kind: type, where: str) -> None:
-    """Raises ValueError for a `preprocess_cfg` that cannot be applied.
-
-    `kind` is open_clip's dataclass. Fields that it does not have are ignored, as in open_clip.
-    """
-    what = f"preprocess_cfg of {where}"
-    names = [item.name for item in fields(kind)]
-    values = {n: value for n, value in _mapping(config, what).items() if n in names}
     for name, modes in _MODES.items():  # open_clip's own assertion would have no message
-        if (mode := values.get(name)) is not None and mode not in modes:
-            raise ValueError(f"{name} in {what} is {brief(mode)}, wanted one of {modes}")
-    _check_part(values, kind, what)
-    for name in ("mean", "std"):
-        if values.get(name) is not None and len(values[name]) != 3:
-            raise ValueError(f"{name} in {what} has {len(values[name])} values, wanted 3")
+        if (mode := preprocessing.get(name)) is not None and mode not in modes:
+            raise ValueError(
+                f"{name} in preprocess_cfg of {where} is {brief(mode)}, wanted one of {modes}"
+            )
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -226,29 +214,7 @@ def _items(value: object) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def _check_type(kind: Any, value: object, name: str, where: str) -> None:
-    """Raises ValueError if pydantic cannot read `value`, as it stands in JSON, as the type `kind`.
-
-    It is strict: true is no number, and neither is a text of digits.
-    """
-    try:
-        TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        option, problem = first_problem(error)
-        raise ValueError(f"{option or name} in {where}: {problem[:200]}") from None
-
-
 # --- tokenizers --------------------------------------------------------------------------------
-
-
-def check_hub_name(name: str) -> None:
-    """Raises ValueError if a local folder has the `name` of a tokenizer on the hub, since
-    transformers would read the folder."""
-    if Path(name).exists():
-        raise ValueError(
-            f"{name!r} is meant to come from the hub, but {Path(name).resolve()} would be read "
-            "instead: start from another directory"
-        )
 
 
 def tokenizer_class(directory: Path) -> str:

@@ -12,7 +12,7 @@ Plain open_clip refuses such a directory, because its weights are not those of o
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, overload
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mclclip.data.decode import upright_rgb
 from mclclip.data.text_rows import TextRows
-from mclclip.models import weights
+from mclclip.models import state_dicts, weights
 from mclclip.models.encoder_names import resolve_name
 from mclclip.models.inputs import (
     Picture,
@@ -135,8 +135,12 @@ class Encoder(nn.Module):
         dim = self.stage_dim
         if not 0 < width <= dim:
             raise ValueError(f"width={width} is of features of {dim} numbers: wanted 1 to {dim}")
+        return self.with_stages([*self.stages], width)
+
+    def with_stages(self, stages: Sequence[Model], width: int | None = None) -> "Encoder":
+        """Returns an encoder that joins other stages in the same way."""
         return Encoder(
-            [*self.stages],
+            stages,
             self.variant,
             num_trunk_blocks=self.num_trunk_blocks,
             shared_text=self.shared_text,
@@ -345,9 +349,9 @@ def save_concat(
     """Joins exported stages (open_clip directories, stage 0 first) in `directory`.
 
     Tensors that are equal in all stages, bit for bit, are stored once; the first blocks that hold
-    only such tensors are the trunk. `names` are the stages' names in concat.json (default: those of
-    the directories). Returns what concat.json holds. Raises ValueError if the stages have several
-    architectures, or different tensors.
+    only such tensors are the trunk. `names` are the stages' names in concat.json (default:
+    `stage_0` and so on). Returns what concat.json holds. Raises ValueError if the stages have
+    several architectures, or different tensors.
     """
     config = common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
@@ -358,9 +362,7 @@ def save_concat(
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
     differing = {name for name in image if f"visual.{name}" not in shared}
     text = {n for n in tensors[0] if not n.startswith(("visual.", "logit_"))}
-    if not names:
-        folders = [Path(stage).resolve() for stage in stages]
-        names = [path.parent.name if path.name == "export" else path.name for path in folders]
+    names = names or [f"stage_{number}" for number in range(len(stages))]
     dim = int(config["model_cfg"]["embed_dim"])
     joined = {f"shared.{n}": tensors[0][n] for n in tensors[0] if n in shared}
     for number, stage in enumerate(tensors):
@@ -396,55 +398,29 @@ def load_concat(directory: Path, *, load_weights: bool = True) -> Encoder:
     weights.check_recorded(directory, load_weights=load_weights)
     path, file = (Path(directory) / name for name in (weights.CONCAT, weights.CONCAT_WEIGHTS))
     record = files.read_model_json(path)
-    with weights.open_tensors(file) as tensors:
-        names = [*tensors.keys()]
     listed = record.get("stages") if isinstance(record, dict) else None
-    number = len(listed) if isinstance(listed, list) else 0
-    held = {name.partition(".")[0] for name in names} - {"shared"}
-    if not number or not held <= {f"stage_{n}" for n in range(number)}:
-        raise ValueError(
-            f"{path} names {number} stages, its weights hold {sorted(held)[:5]}: export it again"
-        )
-    stages = _build_stages(directory, names, number, record)
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"{path} names no stages: export it again")
+    with weights.open_tensors(file) as tensors:
+        names = {*tensors.keys()}
+    first = load_towers(directory, load_weights=False)
+    parameters = first.exported.named_parameters()
+    shared = {id(item): item for name, item in parameters if f"shared.{name}" in names}
+    # The memo of deepcopy makes the copies share these parameters.
+    stages = [first, *(copy.deepcopy(first, {**shared}) for _ in listed[1:])]
     if load_weights:
         values = weights.read_tensors(file)
-        shared = with_prefix(values, "shared.")
         for n, stage in enumerate(stages):
-            of_stage = with_prefix(values, f"stage_{n}.")
-            weights.fill(stage.exported, shared | of_stage, f"of {directory}")
+            of_stage = with_prefix(values, "shared.") | with_prefix(values, f"stage_{n}.")
+            state_dicts.fill(stage.exported, of_stage, f"of {directory}")
+    unshared = {name.partition(".")[2] for name in names if not name.startswith("shared.")}
+    image = {name.removeprefix("visual.") for name in unshared if name.startswith("visual.")}
     return Encoder(
         stages,
         record.get("variant"),
-        num_trunk_blocks=record["num_trunk_blocks"],
-        shared_text=record["shared_text"],
+        num_trunk_blocks=first.layout.count_without(image),
+        shared_text=all(name.startswith(("visual.", "logit_")) for name in unshared),
     )
-
-
-def _build_stages(
-    directory: Path, names: Sequence[str], number: int, record: Mapping[str, Any]
-) -> list[Model]:
-    """Builds the models of `number` stages, without the weights of a concat's tensors, of which
-    these are the `names`.
-
-    Raises ValueError if `record`, the content of concat.json, describes other weights.
-    """
-    unshared = {name.partition(".")[2] for name in names if not name.startswith("shared.")}
-    images = {name.removeprefix("visual.") for name in unshared if name.startswith("visual.")}
-    shared_text = all(name.startswith(("visual.", "logit_")) for name in unshared)
-    first = load_towers(directory, load_weights=False)
-    expected = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": shared_text}
-    for name, value in expected.items():
-        if record.get(name) != value:
-            raise ValueError(
-                f"{name} in {directory / weights.CONCAT} is {brief(record.get(name))}, its weights "
-                f"say {value}: export it again"
-            )
-    parameters = dict(first.exported.named_parameters())
-    shared = (name.removeprefix("shared.") for name in names if name.startswith("shared."))
-    reused = [parameters[name] for name in shared if name in parameters]
-    # The memo of deepcopy makes the copies share these parameters.
-    others = [copy.deepcopy(first, {id(item): item for item in reused}) for _ in range(number - 1)]
-    return [first, *others]
 
 
 # --- the loader ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from mclclip.data.text_rows import width_of
 from mclclip.models import clip, transformers_folder, weights
-from mclclip.models.loading import check_tokenizer, has_texts, model_config, refuse_without_weights
+from mclclip.models.loading import has_texts, model_config, model_tokenizer, refuse_without_weights
 from mclclip.models.options import ModelConfig
 from mclclip.models.row_projection import WIDTH
 from mclclip.util import files
@@ -46,9 +46,7 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
     fields["text_rows"] = width_of(model.text_rows) if model.text_rows else None
     if model.image_weights is not None:
-        fields["image_weights"] = files.digest_file(
-            weights.checked_image_weights(model.image_weights)
-        )
+        fields["image_weights"] = files.digest_file(Path(model.image_weights))
     return fields
 
 
@@ -96,10 +94,10 @@ def check_encoder(name: str, *, text: bool) -> None:
         model_cfg = model_config(encoder.where, encoder.pretrained)
         if text and WIDTH in model_cfg.get("text_cfg", {}):
             raise ValueError(READS_ROWS)
-        if text:
-            check_tokenizer(encoder.where)
     if text and not has_texts(encoder.where):
         raise ValueError("it has no text tower: set between=images, or take another teacher")
+    if text and encoder.concat is None:
+        model_tokenizer(encoder.where)
 
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:

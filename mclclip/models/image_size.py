@@ -1,5 +1,4 @@
-"""Gives a model another image size: its configuration, open_clip's tower of timm, and a check that
-patches divide it."""
+"""Gives an image tower another image size, and checks that patches divide it."""
 
 from __future__ import annotations
 
@@ -9,15 +8,6 @@ from timm.models.vision_transformer import VisionTransformer
 
 from mclclip.models.towers import pair
 from mclclip.util import files
-
-
-def with_image_size(config: dict[str, Any], image_size: int | None) -> dict[str, Any]:
-    """Returns a model's configuration with pictures of another size; of None the same."""
-    if image_size is None:
-        return config
-    model_cfg = config["model_cfg"]
-    vision = {**model_cfg["vision_cfg"], "image_size": image_size}
-    return {**config, "model_cfg": {**model_cfg, "vision_cfg": vision}}
 
 
 def check_patches(visual: Any, image_size: int | None) -> None:

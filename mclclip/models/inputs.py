@@ -21,16 +21,14 @@ Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
 an open file. Lists of pictures may also hold tensors [C, H, W] that `preprocess_val` made."""
 
 _WANTED = (
-    "wanted paths, PIL images, arrays uint8 [H, W, 3], bytes or files of pictures, or tensors "
-    "[C, H, W] that preprocess_val made"
+    "wanted paths, PIL images, arrays uint8 [H, W, 3], bytes of pictures, files opened by 'rb', or "
+    "tensors [C, H, W] that preprocess_val made"
 )
 
 
 def pictures_of(images: Any) -> list[Picture | Tensor]:
     """Returns what was passed to `encode_image` as a list: one `Picture`, or several. An array
     [N, H, W, 3] is N pictures."""
-    if isinstance(images, np.ndarray) and images.ndim == 0:
-        images = images.item()
     is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
     is_alone |= hasattr(images, "read")
     if isinstance(images, np.ndarray) and images.dtype.kind not in "OUS":  # which hold pictures
@@ -94,10 +92,8 @@ def _bytes_of(picture: Any) -> tuple[bytes, str]:
     if isinstance(picture, bytes | bytearray):
         return bytes(picture), f"a picture of {len(picture):,} bytes"
     if isinstance(picture, BufferedIOBase) or hasattr(picture, "read"):
-        data = picture.read()
-        if isinstance(data, bytes):
+        if isinstance(data := picture.read(), bytes):
             return data, str(getattr(picture, "name", f"a file of {len(data):,} bytes"))
-        raise ValueError("a picture is a file that was opened as text: open it with mode 'rb'")
     raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,17 @@ from mclclip.models import (
     state_dicts,
     towers,
     transformers_folder,
-    transforms,
     weights,
 )
-from mclclip.models.image_size import check_patches, with_image_size
+from mclclip.models.image_size import check_patches
 from mclclip.models.model import Model
 from mclclip.models.row_projection import WIDTH, build_on_rows
 from mclclip.models.tokenizer import fetch_tokenizer
-from mclclip.models.weights import one_line
 from mclclip.util import files
-from mclclip.util.options import brief
+from mclclip.util.options import brief, prefix_errors
 
 Name = str | Path | Mapping[str, Any]
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
-_FLOATS = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
 
 
 def load_towers(
@@ -58,8 +54,8 @@ def load_towers(
             `backbones.Backbone`) and `text_cfg` (without it the model is an image tower alone).
         pretrained: open_clip's tag of the weights, or a file of weights; None draws the weights by
             `seed`. Directories and hub models bring their own weights and take no `pretrained`.
-        image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
-            for a model that brings none; everything else is drawn by `seed`.
+        image_weights: a safetensors file of the image tower's weights, for a model that brings
+            none; everything else is drawn by `seed`.
         text: False loads the image tower alone, and fetches nothing for a text tower.
         projector: widths of linear layers on top of an image tower alone, drawn by `seed`.
         load_weights: False leaves a directory's model with random weights, to be filled later.
@@ -73,37 +69,40 @@ def load_towers(
     stretched; FileNotFoundError for missing files. Torch's global generators are not used.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
-    config = with_image_size(config, image_size)
+    if image_size is not None:
+        vision = {**config["model_cfg"]["vision_cfg"], "image_size": image_size}
+        config = {**config, "model_cfg": {**config["model_cfg"], "vision_cfg": vision}}
     model_cfg, tokenizer = config["model_cfg"], None
     if not text or not (text_rows or "text_cfg" in model_cfg):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
+    elif text_rows or WIDTH in model_cfg["text_cfg"]:
+        _check_clip(name, model_cfg, projector)
+        exported, model_cfg, tokenizer = build_on_rows(
+            _build_image_tower, text_rows, _where(name), config, file, directory, seed
+        )
     else:
         _check_clip(name, model_cfg, projector)
-        build = partial(build_on_rows, _build_image_tower, text_rows, _where(name))
-        if not text_rows and WIDTH not in model_cfg["text_cfg"]:
-            build = partial(_build_clip, bool(file) or not load_weights, long_context)
-        exported, model_cfg, tokenizer = build(config, file, directory, seed)
+        if long_context:
+            model_cfg = towers.longer_config(model_cfg)
+        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
+        vocabulary = clip.vocabulary(exported)
+        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+        if file:
+            clip.fill(exported, file)
+        if long_context:
+            towers.stretch(exported)
     check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
-        _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
-    is_backbone = isinstance(visual, backbones.BackboneTower)
-    layout = visual.layout() if is_backbone else clip.layout_of(visual)
-    pair = transforms_of(visual, augmentation)
+        if file is not None:
+            raise ValueError(f"image_weights: {_where(name)} brings its own weights, leave it out")
+        with prefix_errors("image_weights"):
+            _fill_image_tower(visual, Path(image_weights))
+    layout, pair = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Model(exported, whole, layout, pair, tokenizer, projector).eval()
-
-
-def transforms_of(
-    visual: Any, augmentation: Mapping[str, Any] | None, image_size: int | None = None
-) -> transforms.Pair:
-    """Returns an image tower's transforms of pictures for training and evaluation; ``image_size``:
-    of training, None: the tower's own."""
-    if isinstance(visual, backbones.BackboneTower):
-        return visual.transforms(augmentation, image_size)
-    return clip.transforms_of(visual, augmentation, image_size)
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -115,31 +114,6 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
             f"projector is {list(projector)}, but the model has a text tower, whose features "
             "images are compared with: set text=false for its image tower alone"
         )
-
-
-def _build_clip(
-    random_text: bool,
-    long_context: bool,
-    config: dict[str, Any],
-    file: Path | None,
-    directory: Path | None,
-    seed: int,
-) -> tuple[Any, dict[str, Any], Any]:
-    """Builds open_clip's module and loads its weights from `file`, if there is one.
-
-    Returns it with its model config and its tokenizer.
-    """
-    model_cfg = config["model_cfg"]
-    if long_context:
-        model_cfg = towers.longer_config(model_cfg)
-    exported = clip.build(config, seed, random_text)
-    vocabulary = clip.vocabulary(exported)
-    tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
-    if file:
-        clip.fill(exported, file)
-    if long_context:
-        towers.stretch(exported)
-    return exported, model_cfg, tokenizer
 
 
 def _build_image_tower(
@@ -180,95 +154,34 @@ def _build_image_tower(
 
 
 def _fill_image_tower(visual: nn.Module, file: Path) -> None:
-    """Loads the weights of an exported image encoder. For a backbone the file may also hold those
-    of its library's own model, such as DINO's of timm."""
-    tensors = {n.removeprefix("visual."): t for n, t in weights.read_tensors(file).items()}
-    is_backbone = isinstance(visual, backbones.BackboneTower)
-    if is_backbone and not any(name.startswith("trunk.") for name in tensors):
-        tensors = {f"trunk.{name}": tensor for name, tensor in tensors.items()}
-    state_dicts.resize_picture_positions(visual, tensors, file)
-    try:
-        visual.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ValueError(f"the weights {file} do not load ({one_line(error)})") from error
-    weights.refuse_not_finite(visual, str(file))
-
-
-def _fill_from_image_weights(visual: nn.Module, image_weights: str, model: str | None) -> None:
-    """Loads the file ``image_weights`` into an image tower.
-
-    ``model`` names a model that brings its own weights, else it is None. Raises ValueError for such
-    a model and for weights that are not finite, and the errors of ``tensors_of_image_tower``.
-    """
-    if model is not None:
-        raise ValueError(f"image_weights: {model} brings its own weights, leave it out")
-    file = weights.checked_image_weights(image_weights)
-    names = tensors_of_image_tower(visual, file)
-    with weights.open_tensors(file) as opened:
-        tensors = {inside: opened.get_tensor(name) for inside, name in names.items()}
-    state_dicts.resize_picture_positions(visual, tensors, file)
-    visual.load_state_dict(tensors, strict=False)
-    weights.refuse_not_finite(visual, str(file))
-
-
-def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
-    """Maps the names of an image tower's tensors to their names in a safetensors file.
+    """Loads a safetensors file into an image tower.
 
     The file has either open_clip's names (`visual.trunk.conv_stem.weight`; only the image tower's
     are read) or those of the tower's library (`conv_stem.weight`; its classifier is left out). A
     file with the library's names lacks the projection that open_clip adds, which then stays as it
-    was drawn, and may lack the batch counts of batch norms. Only the header is read. Raises
-    ValueError if the file is no safetensors file, or lacks a tensor, or has one that is not the
-    tower's or has another shape or kind.
+    was drawn. Raises ValueError if the file is no safetensors file, lacks a tensor, or has one that
+    is not the tower's or has another shape or kind.
     """
-    state = visual.state_dict()
-    trunk = getattr(visual, "trunk", None)
     with weights.open_tensors(file) as opened:
-        in_file = [*opened.keys()]
-        of_clip = [name for name in in_file if name.startswith("visual.")]
-        names = {name.removeprefix("visual."): name for name in of_clip or in_file}
-        new: towers.Names = ()
-        if trunk is not None and not any(name.startswith("trunk.") for name in names):
-            classifier = getattr(trunk, "pretrained_cfg", {}).get("classifier") or "fc"
-            left_out = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-            new = ("head", *(f"trunk.{name}" for name in left_out))
-            names = {
-                f"trunk.{inside}": name
-                for inside, name in names.items()
-                if not towers.belongs(inside, left_out)
-            }
-        slices = {name: opened.get_slice(names[name]) for name in names.keys() & state.keys()}
-        wrong = {
-            "tensors are missing": [
-                name
-                for name in state
-                if name not in names
-                and not towers.belongs(name, new)
-                and not name.endswith("num_batches_tracked")
-            ],
-            "are none of the tower's": [
-                stored for name, stored in names.items() if name not in state
-            ],
-            "have another shape": [
-                name
-                for name in slices
-                if (shape := slices[name].get_shape()) != [*state[name].shape]
-                and not state_dicts.is_resized(name, shape, state[name].shape)
-            ],
-            "are no floating-point numbers": [
-                name
-                for name in slices
-                if state[name].is_floating_point() and slices[name].get_dtype() not in _FLOATS
-            ],
+        names = [*opened.keys()]
+        names = [name for name in names if name.startswith("visual.")] or names
+        tensors = {name.removeprefix("visual."): opened.get_tensor(name) for name in names}
+    trunk, drawn = getattr(visual, "trunk", None), tuple[str, ...]()
+    if trunk is not None and not any(name.startswith("trunk.") for name in tensors):
+        classifier = getattr(trunk, "pretrained_cfg", {}).get("classifier") or "fc"
+        left_out = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+        drawn = ("head", *(f"trunk.{name}" for name in left_out))
+        tensors = {
+            f"trunk.{name}": tensor
+            for name, tensor in tensors.items()
+            if not towers.belongs(name, left_out)
         }
-    problems = [f"{len(all_)} {what}, as {min(all_)}" for what, all_ in wrong.items() if all_]
-    if problems:
-        raise ValueError(
-            f"image_weights {file} does not fit the image tower ({type(trunk or visual).__name__}, "
-            f"{len(state)} tensors): {'; '.join(problems)}. Give weights of this architecture, by "
-            "the names of timm, torchvision or open_clip"
-        )
-    return names
+    state_dicts.resize_picture_positions(visual, tensors, str(file))
+    tower = f"{type(trunk or visual).__name__} by the names of timm, torchvision or open_clip"
+    with prefix_errors(f"{file} does not fit the image tower ({tower})"):
+        state_dicts.check_names(tensors, visual.state_dict(), drawn)
+    visual.load_state_dict(tensors, strict=False)
+    weights.refuse_not_finite(visual, str(file))
 
 
 # --- what a name stands for ------------------------------------------------------------------
@@ -293,17 +206,6 @@ def model_config(name: Name, pretrained: str | None = None) -> dict[str, Any]:
     if "text_cfg" in model_cfg:
         _check_clip(name, model_cfg)
     return model_cfg
-
-
-def check_tokenizer(name: Name) -> None:
-    """Raises FileNotFoundError or ValueError if a model's tokenizer is missing or cannot be read.
-
-    No weights are read. Whether the text tower knows all ids is checked when the model is loaded.
-    """
-    config, _, directory = clip.find(name, load_weights=False)
-    text_cfg = config["model_cfg"].get("text_cfg") or {}
-    if text_cfg.get("hf_tokenizer_name"):
-        fetch_tokenizer(clip.tokenizer_of(text_cfg, directory, sys.maxsize))
 
 
 def model_tokenizer(name: Name) -> Any:

@@ -12,7 +12,7 @@ Operations are counted in the same run, by torch's own formulas (`torch.utils.fl
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,15 +35,7 @@ _ATEN: Any = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def load_shapes(
-    name: str | Path | Mapping[str, Any],
-    *,
-    text: bool = True,
-    projector: Sequence[int] = (),
-    long_context: bool = False,
-    image_size: int | None = None,
-    text_rows: Sequence[str] = (),
-) -> Model:
+def load_shapes(name: str | Path | Mapping[str, Any], **arguments: Any) -> Model:
     """Calls `load_towers` on the "meta" device: weights are not read, fetched, drawn or allocated.
 
     Raises the errors of `load_towers`, and ValueError for a model on the hub, whose configuration
@@ -56,10 +48,7 @@ def load_shapes(
             "a copy to plan without fetching it"
         )
     with on_meta():
-        return load_towers(
-            name, text=text, projector=projector, long_context=long_context,
-            image_size=image_size, text_rows=text_rows, load_weights=False,
-        )  # fmt: skip
+        return load_towers(name, **arguments, load_weights=False)
 
 
 @contextmanager

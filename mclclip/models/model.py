@@ -283,7 +283,6 @@ class Model(nn.Module):
     def trunk_digest(self, num_trunk_blocks: int) -> str:
         """Returns a digest of everything but the images that the output of `encode_trunk` depends
         on: the tensors of these blocks in fp32, the architecture, and the preprocessing."""
-        self.layout.check_number(num_trunk_blocks, "num_trunk_blocks", "image")
         parts, digest = self.layout.trunk(num_trunk_blocks), hashlib.sha256()
         model = {k: v for k, v in self.config["model_cfg"].items() if k != "text_cfg"}
         digest.update(files.digest_json([model, self.config["preprocess_cfg"]]).encode())

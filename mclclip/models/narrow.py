@@ -9,10 +9,8 @@ arXiv:2205.13147, section 3).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from mclclip.models import clip, towers
 from mclclip.models.encoder import Encoder
@@ -26,12 +24,7 @@ _CLOSE = 1e-4  # of the largest number of a feature
 def narrow_encoder(encoder: Encoder, width: int) -> Encoder:
     """Returns an encoder whose stages have features of ``width`` numbers. Raises the errors of
     ``narrow``."""
-    return Encoder(
-        [narrow(stage, width) for stage in encoder.stages],
-        encoder.variant,
-        num_trunk_blocks=encoder.num_trunk_blocks,
-        shared_text=encoder.shared_text,
-    )
+    return encoder.with_stages([narrow(stage, width) for stage in encoder.stages])
 
 
 def narrow(model: Model, width: int) -> Model:
@@ -78,11 +71,9 @@ def _first_numbers_are_equal(model: Model, narrow_model: Model, width: int) -> b
     size, random = towers.pair(model.image_size), torch.Generator().manual_seed(0)
     pixels = torch.randn(2, model.num_channels, *size, generator=random)
     tokens = model.tokenizer([*_TEXTS])
-
-    def agree(encode: Callable[[Model], Tensor]) -> bool:
-        wide, cut = encode(model), encode(narrow_model)
-        if cut.shape[1] != width:
-            return False
-        return bool((wide[:, :width] - cut).abs().max() <= _CLOSE * wide.abs().max())
-
-    return agree(lambda m: m.encode_image(pixels)) and agree(lambda m: m.encode_text(tokens))
+    wide, cut = ((m.encode_image(pixels), m.encode_text(tokens)) for m in (model, narrow_model))
+    return all(
+        few.shape[1] == width
+        and bool((whole[:, :width] - few).abs().max() <= _CLOSE * whole.abs().max())
+        for whole, few in zip(wide, cut, strict=True)
+    )

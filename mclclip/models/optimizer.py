@@ -122,20 +122,16 @@ def build_optimizer(
     return optimizer
 
 
-def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
+def is_elementwise(name: str) -> bool:
     """Returns True if an element's update depends only on that element's value and gradients.
 
     Only such an optimizer computes the same on flat shards of parameters, as in ZeRO; LARS and LAMB
-    take the norm of a whole parameter. `optimizer` is an object or a name as `build_optimizer`
-    takes it. Returns False for classes that are not in a list here. Raises ValueError for an
-    unknown name.
+    take the norm of a whole parameter. `name` is one that `build_optimizer` takes. Returns False
+    for classes that are not in a list here. Raises ValueError for an unknown name.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        cautious = any(group.get("caution") for group in optimizer.param_groups)
-        return type(optimizer) in _ELEMENTWISE and not cautious
-    if optimizer in _NAMES:
-        return optimizer != "lars"
-    info = _timm_info(optimizer)
+    if name in _NAMES:
+        return name != "lars"
+    info = _timm_info(name)
     # A cautious update is scaled by the share of a parameter's elements that it changes.
     return info.opt_class in _ELEMENTWISE and not (info.defaults or {}).get("caution")
 

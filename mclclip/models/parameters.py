@@ -129,17 +129,12 @@ def describe_groups(
     all_settings = settings(module, weight_decay, parameters)
     rows: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        of, is_trained = all_settings[name], parameter.requires_grad
-        part = of.part if is_trained else f"{of.part}, frozen"
-        decay, rate = of.weight_decay if is_trained else 0.0, lr * of.lr_scale
-        row: dict[str, Any] = {
-            "name": part,
-            "lr": [rate, rate],
-            "weight_decay": decay,
-            "tensors": 0,
-            "weights": 0,
-        }
-        row = rows.setdefault((part, decay), row)
+        of, rate = all_settings[name], lr * all_settings[name].lr_scale
+        part, decay = f"{of.part}, frozen", 0.0
+        if parameter.requires_grad:
+            part, decay = of.part, of.weight_decay
+        first = {"name": part, "lr": [rate, rate], "weight_decay": decay}
+        row = rows.setdefault((part, decay), first | {"tensors": 0, "weights": 0})
         row["lr"] = [min(row["lr"][0], rate), max(row["lr"][1], rate)]
         row["tensors"] += 1
         row["weights"] += parameter.numel()

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from mclclip.data.text_rows import TextRows, width_of
 from mclclip.models import state_dicts, weights
 from mclclip.models.towers import TowerLayout
-from mclclip.util.options import with_prefix
 
 WIDTH = "rows"
 """The one field of such a model's ``text_cfg``: the width of the rows."""
@@ -102,9 +101,5 @@ def build_on_rows(
     whole_cfg = {**image_cfg, **logits, "text_cfg": {WIDTH: width}}
     built = RowClip(tower.visual, whole_cfg, seed)
     if is_whole and file is not None:
-        tensors = weights.read_tensors(file)
-        pictures = with_prefix(tensors, "visual.")
-        state_dicts.resize_picture_positions(built.visual, pictures, file)
-        pictures = {f"visual.{name}": tensor for name, tensor in pictures.items()}
-        weights.fill(built, tensors | pictures, str(file))
+        state_dicts.fill(built, weights.read_tensors(file), str(file))
     return built, whole_cfg, TextRows.beside(directory, width)

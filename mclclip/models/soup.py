@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.models import weights
+from mclclip.models import state_dicts, weights
 from mclclip.models.loading import common_config, load_towers
 from mclclip.models.model import Model
 
@@ -107,7 +107,7 @@ def load_soup(
     used = [path for path, share in zip(ingredients, shares, strict=True) if share]
     tensors, _ = combine(ingredients, shares)
     model = load_towers(used[0], load_weights=False) if model is None else model
-    weights.fill(model.exported, tensors, f"of the soup of {len(used)} models")
+    state_dicts.fill(model.exported, tensors, f"of the soup of {len(used)} models")
     if not (norms := differing_norms(used)):
         return model, tensors, 0
     if images is None:

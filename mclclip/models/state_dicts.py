@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from mclclip.models import towers, weights
 from mclclip.util import files
-from mclclip.util.options import first_few
+from mclclip.util.options import first_few, prefix_errors
 
 log = logging.getLogger("mclclip")
 
@@ -198,45 +198,62 @@ def complete_config(
     return {**model_cfg, **added}
 
 
-def fill(clip: Any, tensors: dict[str, Tensor], file: Path) -> None:
-    """Loads the tensors of a file into open_clip's module.
+def fill(model: Any, tensors: dict[str, Tensor], where: str) -> None:
+    """Loads tensors into open_clip's module, or the image tower of an image encoder.
 
-    If the file has another number of positions, they are resized, with a line in the log. Raises
-    ValueError, which lists the tensors that do not fit.
+    If they have another number of positions, these are resized, with a line in the log. Raises
+    ValueError, which lists the tensors that do not fit, and for weights that are not finite.
+    ``where`` follows "the weights" in messages, for example "of FOLDER".
     """
-    state = clip.state_dict()
-    for name in ("logit_scale", "logit_bias"):
+    state, tensors = model.state_dict(), dict(tensors)
+    for name in ("logit_scale", "logit_bias"):  # exports hold them 0-dimensional
         if name in state and name in tensors and tensors[name].numel() == state[name].numel():
             tensors[name] = tensors[name].reshape(state[name].shape)
     if "logit_bias" in state:  # weights of CLIP, for a training with SigLIP's loss, have none
         tensors.setdefault("logit_bias", torch.zeros_like(state["logit_bias"]))
     left_out = ("position_ids", *_CONSTANTS)
     tensors = {n: t for n, t in tensors.items() if n in state or not n.endswith(left_out)}
-    _resize_positions(clip, tensors, state, file)
-    _check_names(tensors, state)
-    clip.load_state_dict(tensors, strict=True)
+    with prefix_errors(f"the weights {where} do not fit the model"):
+        resize_picture_positions(model.visual, tensors, where, "visual.")
+        _resize_text_positions(getattr(model, "text", model), tensors, state, where)
+        check_names(tensors, state)
+    model.load_state_dict(tensors, strict=False)
+    weights.refuse_not_finite(model, where)
 
 
-def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if a file's tensors have other names or shapes than the model's."""
-    lacking = [name for name in state if name not in tensors]
-    strange = [name for name in tensors if name not in state]
-    shaped = [n for n in state if n in tensors and state[n].shape != tensors[n].shape]
-    problems = []
-    if lacking:
-        problems.append(
-            f"it lacks {len(lacking)} of the model's {len(state)} tensors: {_first_few(lacking)}"
-        )
-    if strange:
-        problems.append(f"it has {len(strange)} that the model has not: {_first_few(strange)}")
-    if shaped:
-        pairs = [f"{n} {[*tensors[n].shape]} for {[*state[n].shape]}" for n in shaped]
-        problems.append(f"{len(shaped)} have another shape than the model's: {_first_few(pairs)}")
-    if not problems:
-        return
-    layout = " (transformers' names: give the folder as hf:FOLDER)"
-    of_transformers = any("vision_model." in name or "text_model." in name for name in strange)
-    raise ValueError("; ".join(problems) + layout * of_transformers)
+def check_names(
+    tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], optional: towers.Names = ()
+) -> None:
+    """Raises ValueError if a file's tensors have other names, shapes or kinds than the model's.
+
+    The file may lack those in ``optional``, and the batch counts of batch norms.
+    """
+    both = [name for name in state if name in tensors]
+    wrong = {
+        f"it lacks {{}} of the model's {len(state)} tensors": [
+            name
+            for name in state
+            if name not in tensors
+            and not towers.belongs(name, optional)
+            and not name.endswith("num_batches_tracked")
+        ],
+        "it has {} that the model has not": [name for name in tensors if name not in state],
+        "{} have another shape than the model's": [
+            f"{name} {[*tensors[name].shape]} for {[*state[name].shape]}"
+            for name in both
+            if tensors[name].shape != state[name].shape
+        ],
+        "{} are no floating-point numbers": [
+            name
+            for name in both
+            if state[name].is_floating_point() and not tensors[name].is_floating_point()
+        ],
+    }
+    problems = [f"{what.format(len(n))}: {_first_few(n)}" for what, n in wrong.items() if n]
+    if any("vision_model." in name or "text_model." in name for name in tensors):
+        problems.append("transformers' names: give the folder as hf:FOLDER")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _first_few(names: list[str]) -> str:
@@ -247,17 +264,15 @@ def _first_few(names: list[str]) -> str:
 # --- positions -----------------------------------------------------------------------------------
 
 
-def _resize_positions(
-    clip: Any, tensors: dict[str, Tensor], state: Mapping[str, Tensor], file: Path
+def _resize_text_positions(
+    text: Any, tensors: dict[str, Tensor], state: Mapping[str, Tensor], where: str
 ) -> None:
-    """Changes the number of positions in ``tensors`` to that of the model, in place.
+    """Changes the number of a text tower's positions in ``tensors`` to that of the model, in place.
 
-    Positions of pictures, and of text towers that read in both directions, are interpolated. A
-    causal text tower keeps the first ones unchanged, since each position has its own meaning there.
-    Raises ValueError if a causal text tower needs more positions than the file has.
+    Those of towers that read in both directions are interpolated. A causal tower keeps the first
+    ones unchanged, since each position has its own meaning there. Raises ValueError if a causal
+    tower needs more positions than the file has.
     """
-    resize_picture_positions(clip.visual, tensors, file, "visual.")
-    text = getattr(clip, "text", clip)
     for name in ("positional_embedding", "text.positional_embedding"):
         if name not in tensors or name not in state:
             continue
@@ -268,38 +283,31 @@ def _resize_positions(
             rows = tensors[name].T[None].float()
             rows = functional.interpolate(rows, size=after, mode="linear")[0].T
             tensors[name] = rows.to(tensors[name].dtype)
-            log.info("%s: %d positions of texts are resized to %d", file, before, after)
+            log.info("%s: %d positions of texts are resized to %d", where, before, after)
         elif after < before:
             tensors[name] = tensors[name][:after]
-            log.info("%s: of %d positions of texts the first %d are read", file, before, after)
+            log.info("%s: of %d positions of texts the first %d are read", where, before, after)
         else:
             raise ValueError(
-                f"its texts have {before} positions, the model's {after}, and a causal text tower "
+                f"texts have {before} positions, the model's {after}, and a causal text tower "
                 f"has none to add: set context_length: {before} in text_cfg of the configuration"
             )
 
 
 def resize_picture_positions(
-    visual: nn.Module, tensors: dict[str, Tensor], file: Path, prefix: str = ""
+    visual: nn.Module, tensors: dict[str, Tensor], where: str, prefix: str = ""
 ) -> None:
     """Changes the number of an image tower's positions in ``tensors`` to that of ``visual``, in
     place, with a line in the log. ``prefix`` begins the tower's names in ``tensors``."""
     state = visual.state_dict()
     for name in PICTURE_POSITIONS & state.keys():
         saved, ours = tensors.get(prefix + name), state[name]
-        if saved is None or not is_resized(name, saved.shape, ours.shape):
+        if saved is None or not _differ_in_number(saved.shape, ours.shape):
             continue
-        resized = _resize_grid(saved, ours, visual)
-        if resized is not None:
+        if (resized := _resize_grid(saved, ours, visual)) is not None:
             before, after = saved.shape[-2], ours.shape[-2]
-            log.info("%s: %d positions of pictures are resized to %d", file, before, after)
+            log.info("%s: %d positions of pictures are resized to %d", where, before, after)
             tensors[prefix + name] = resized
-
-
-def is_resized(name: str, saved: Sequence[int], ours: Sequence[int]) -> bool:
-    """Returns True if an image tower's tensor ``name`` holds positions, whose number alone differs
-    between the shapes of a file's (``saved``) and of the tower's (``ours``)."""
-    return name in PICTURE_POSITIONS and _differ_in_number(saved, ours)
 
 
 def _differ_in_number(saved: Sequence[int], ours: Sequence[int]) -> bool:

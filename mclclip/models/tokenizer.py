@@ -1,4 +1,4 @@
-"""Wraps tokenizers: one is fetched at its first text, one caches words, and one is checked."""
+"""Wraps tokenizers: one is fetched at its first text, and one caches the ids of words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mclclip.util import files
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("mclclip")
 MOST_WORDS = 2**16  # in the cache of `WordEncoder`: about 15 MB in a process
-PROBES = ("", "A photo of 2 dogs: the quick brown fox jumps over the lazy dog. " * 200)
-"""Texts on which a stranger's tokenizer is tried: an empty one, and one longer than any context."""
 
 
 class LazyTokenizer:
@@ -93,36 +89,3 @@ class WordEncoder:
             self.words.clear()
         self.words[word] = ids
         return ids
-
-
-# --- tokenizers of strangers ----------------------------------------------------------------------
-
-
-def tokens_of(
-    tokenize: Callable[[], Any], num_texts: int, context_length: int, vocabulary: int, where: str
-) -> Any:
-    """Calls ``tokenize``, which uses a stranger's tokenizer, and checks its tokens.
-
-    Raises ValueError, one line, if it fails, or if its tokens have another shape than [num_texts,
-    context_length] or ids beyond the ``vocabulary`` of the text tower, which would end in an index
-    error. ``where`` names the tokenizer in messages, for example "in FOLDER".
-    """
-    try:
-        tokens = tokenize()
-    except BaseException as error:
-        # A panic of the library, which is written in Rust, is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(
-            f"the tokenizer {where} fails on a text ({files.printable(reason)[:300]})"
-        ) from error
-    problem = ""
-    if tuple(tokens.shape) != (num_texts, context_length):
-        problem = f"tokens of shape {list(tokens.shape)}, wanted {[num_texts, context_length]}"
-    elif tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        ids = f"ids from {int(tokens.min()):,} to {int(tokens.max()):,}"
-        problem = f"{ids}, the text tower knows those below {vocabulary:,}"
-    if problem:
-        raise ValueError(f"the tokenizer {where} makes {problem}: it is of another model")
-    return tokens

@@ -45,20 +45,6 @@ class TowerLayout:
     projection: Names
     layers: tuple[Names, ...] = field(default=(), kw_only=True)
 
-    def check_number(self, number: int, option: str, tower: str, others: str = "") -> None:
-        """Raises ValueError if an option's `number` of blocks is below 0 or above the tower's.
-
-        `tower` is "image" or "text"; `others` ends the message, for example ", or 'all'".
-        """
-        most = len(self.blocks)
-        if not 0 <= number <= most:
-            has_stem = self.blocks and not self.embedding
-            stem = f" (the stem and {most - 1} residual blocks)" if has_stem else ""
-            raise ValueError(
-                f"{option} is {number}, but the {tower} tower has {most} blocks{stem}: give 0 to "
-                f"{most}{others}"
-            )
-
     def trunk(self, num_blocks: int) -> Names:
         """Returns the names in the embedding and the first `num_blocks` blocks; none for 0."""
         if num_blocks == 0:
@@ -70,9 +56,14 @@ class TowerLayout:
 
         Raises ValueError, which names the `option` and the `tower`, for more than there are.
         """
-        number = len(self.blocks) if count == "all" else count
-        self.check_number(number, option, tower, ", or 'all'")
-        blocks = self.blocks[len(self.blocks) - number :]
+        most = len(self.blocks)
+        number = most if count == "all" else count
+        if not 0 <= number <= most:
+            raise ValueError(
+                f"{option} is {number}, but the {tower} tower has {most} blocks: give 0 to {most}, "
+                "or 'all'"
+            )
+        blocks = self.blocks[most - number :]
         return tuple(name for block in blocks for name in block)
 
     def layers_above(self, name: str) -> int:
@@ -127,7 +118,6 @@ class ImageLayout(TowerLayout):
 
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
         """Runs the first `num_blocks` blocks on images [B, 3, H, W]; for 0 returns the images."""
-        self.check_number(num_blocks, "num_trunk_blocks", "image")
         if num_blocks == 0:
             return images
         hidden, steps = self._begin(tower, images)
@@ -150,7 +140,6 @@ class ImageLayout(TowerLayout):
         keeping activations. Raises ValueError for features before the projection if the attention
         pool is the projection.
         """
-        self.check_number(num_blocks, "num_trunk_blocks", "image")
         if not project and self.pooled_dim is None:
             raise ValueError(
                 "the image tower's attention pool is its projection, so it has no features before "
@@ -408,9 +397,8 @@ CONTEXT = 77  # open_clip's default
 def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model config with a context of 20 + 4 (L - 20) tokens in the place of L.
 
-    Raises ValueError for a model without a text tower, for a text tower of Hugging Face or with a
-    class token (``embed_cls``), and for a context of 20 tokens or less, or of more than 77, since
-    that was stretched before.
+    Raises ValueError for a model without a text tower, for a text tower of Hugging Face, and for a
+    context of 20 tokens or less, or of more than 77, since that was stretched before.
     """
     text = dict(model_cfg.get("text_cfg") or {})
     length, reason = text.get("context_length", CONTEXT), ""
@@ -418,8 +406,6 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
         reason = "the model has no text tower"
     elif text.get("hf_model_name"):
         reason = f"the text tower is {text['hf_model_name']} of Hugging Face"
-    elif text.get("embed_cls"):
-        reason = "the text tower has a class token after the text (embed_cls)"
     elif length <= UNCHANGED:
         reason = f"the text tower has a context of {length} tokens, wanted more than {UNCHANGED}"
     elif (longer := UNCHANGED + _RATIO * (length - UNCHANGED)) > LONGEST:

@@ -400,43 +400,22 @@ def _has_words_of_clip(words: Mapping[str, Any], merges: object, clips: Any) -> 
 # --- its weights ---------------------------------------------------------------------------------
 
 
-def check_weights(directory: Path) -> None:
-    """Raises ValueError if a folder has no safetensors, or those of an adapter."""
-    weight_files = [*directory.glob("*.safetensors")]
-    for path in weight_files:
-        weights.check_header(path)
-    if not weight_files:
-        raise ValueError(
-            f"{directory} has no *.safetensors: save the model with transformers' save_pretrained, "
-            "since files of other kinds could run code"
-        )
-    if (directory / "adapter_config.json").exists():
-        raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
-    _find_weights_files(directory)
+def _find_weights(directory: Path) -> list[Path]:
+    """Returns a folder's file of weights, or the parts that its index names.
 
-
-def _find_weights_files(directory: Path) -> list[Path]:
-    """Returns a folder's file of weights, or those that its index names.
-
-    Raises ValueError if there are several and no index, or the index names files elsewhere.
+    Raises ValueError if one is not in the folder.
     """
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        alone = directory / "model.safetensors"
-        there = [alone] if alone.is_file() else sorted(directory.glob("*.safetensors"))
-        if len(there) > 1:
-            raise ValueError(
-                f"{directory} has {len(there)} files of weights, {there[0].name} and others, and "
-                "neither model.safetensors nor an index of them: leave the right one, or save the "
-                "model again"
-            )
-        return there
-    record = files.read_model_json(index)
-    names = record.get("weight_map") if isinstance(record, Mapping) else None
-    inside = {path.name for path in directory.glob("*.safetensors")}
-    if not isinstance(names, Mapping) or not {*map(str, names.values())} <= inside:
-        raise ValueError(f"{index} names files outside of its folder: save the model again")
-    return sorted({directory / str(name) for name in names.values()})
+    index, names = directory / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file():
+        record = files.read_model_json(index)
+        parts = record.get("weight_map") if isinstance(record, Mapping) else None
+        names = sorted({*map(str, parts.values())}) if isinstance(parts, Mapping) else []
+    if not names or not {*names} <= {path.name for path in directory.iterdir()}:
+        raise ValueError(
+            f"{directory} has no {names[0] if names else 'weights in its index'}: save the model "
+            "with transformers' save_pretrained, since files of other kinds could run code"
+        )
+    return [directory / name for name in names]
 
 
 def fill(clip: Any, directory: Path) -> None:
@@ -445,7 +424,7 @@ def fill(clip: Any, directory: Path) -> None:
     Raises ValueError if they do not fit or are not finite.
     """
     theirs: dict[str, Tensor] = {}
-    for path in _find_weights_files(directory):
+    for path in _find_weights(directory):
         theirs |= {name: tensor.float() for name, tensor in weights.read_tensors(path).items()}
     state, table, prefix = clip.state_dict(), transformers_layout.CLIP, ""
     if hasattr(clip, "text"):  # SigLIP
@@ -455,5 +434,4 @@ def fill(clip: Any, directory: Path) -> None:
     ours = {name: state[full] for name, full in full_names.items()}
     tensors = transformers_layout.rename_back(ours, theirs, table)
     tensors = {full_names[name]: tensor for name, tensor in tensors.items()}
-    state_dicts.resize_picture_positions(clip.visual, tensors, directory, "visual.")
-    weights.fill(clip, tensors, f"in {directory}")
+    state_dicts.fill(clip, tensors, f"in {directory}")

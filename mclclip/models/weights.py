@@ -257,25 +257,6 @@ def check_header(path: Path) -> None:
         )
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Loads an export's tensors into a model.
-
-    Raises ValueError if they do not fit or are not finite. `where` follows "the weights" in its
-    message, for example "of FOLDER".
-    """
-    state = dict(tensors)
-    for name, parameter in model.state_dict().items():
-        if name in state and name.startswith("logit_") and state[name].numel() == parameter.numel():
-            state[name] = state[name].reshape(parameter.shape)  # exports hold it 0-dimensional
-    try:
-        model.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"the weights {where} do not fit its config ({one_line(error)})"
-        ) from error
-    refuse_not_finite(model, where)
-
-
 def refuse_not_finite(model: nn.Module, where: str) -> None:
     """Raises ValueError if a weight is NaN or infinite, since every feature would be too."""
     for name, tensor in model.state_dict().items():
@@ -294,21 +275,6 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def checked_image_weights(image_weights: str) -> Path:
-    """Returns the path that the option ``image_weights`` names.
-
-    Raises FileNotFoundError if there is no file, and ValueError for one that is no safetensors.
-    """
-    path = Path(image_weights)
-    if not path.is_file():
-        raise FileNotFoundError(f"image_weights is {path}, which is no file: give a safetensors")
-    try:
-        check_header(path)
-    except ValueError as error:
-        raise ValueError(f"image_weights: {error}: give a safetensors file") from None
-    return path
 
 
 def base_digest(directory: Path) -> str:
@@ -370,7 +336,7 @@ def _offline_where_unreachable() -> Iterator[None]:
         hub.HF_HUB_OFFLINE = before
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Returns the type of an error and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {files.message_of(error)}"
 

@@ -29,9 +29,9 @@ from mclclip.data.sample_index import SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines.build import build_engine, choose_compile
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import clean_caption
+from mclclip.models.clip import clean_caption, transforms_of
 from mclclip.models.encoder import load_model
-from mclclip.models.loading import load_towers, transforms_of
+from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.parameters import describe_groups, freeze_objective

@@ -51,11 +51,11 @@ class Source:
         """True if the directory holds several joined stages."""
         return (self.directory / weights.CONCAT).is_file()
 
-    def single(self, library: str, *, text: bool = True, rows: bool = False) -> Model:
+    def single(self, library: str, *, rows: bool = False) -> Model:
         """Returns the encoder's only model.
 
-        Raises ValueError, which names the `library`, for a concat, and, with `text`, for a model
-        without a text tower, and, without `rows`, for one that reads text rows.
+        Raises ValueError, which names the `library`, for a concat, for a model without a text
+        tower, and, without `rows`, for one that reads text rows.
         """
         if self.is_concat:
             raise ValueError(
@@ -63,9 +63,9 @@ class Source:
                 "soup or a stage"
             )
         model: Model = self.encoder.stages[0]
-        if text and not model.reads_texts:
+        if not model.reads_texts:
             raise ValueError(f"{self.directory} has no text tower, which {library} has")
-        if text and not rows and isinstance(model.tokenizer, TextRows):
+        if not rows and isinstance(model.tokenizer, TextRows):
             raise ValueError(
                 f"{self.directory} reads rows of another encoder in the place of texts, which "
                 f"{library} cannot hold: convert it --to onnx"

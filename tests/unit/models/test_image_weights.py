@@ -94,7 +94,7 @@ def test_names_of_a_whole_clip_and_of_its_image_tower_do_too(file: str, tmp_path
         assert not torch.equal(*embeddings)
     del state["visual.head.proj.weight"]
     save_file(state, tmp_path / "lacks.safetensors")
-    with pytest.raises(ValueError, match="1 tensors are missing, as head.proj.weight"):
+    with pytest.raises(ValueError, match="lacks 1 of .* head.proj.weight"):
         load_towers(TOWER, image_weights=str(tmp_path / "lacks.safetensors"))
 
 
@@ -108,12 +108,15 @@ def _without(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without, "tensors are missing, as trunk.layer4.0"),
-        (lambda s: s | {"extra.weight": torch.ones(2)}, "1 are none of the tower's, as extra"),
-        (lambda s: s | {"conv1.0.weight": torch.ones(2)}, "1 have another shape, as trunk.conv1.0"),
+        (_without, "it lacks .* trunk.layer4.0"),
+        (
+            lambda s: s | {"extra.weight": torch.ones(2)},
+            "1 that the model has not: trunk.extra",
+        ),
+        (lambda s: s | {"conv1.0.weight": torch.ones(2)}, "1 have another shape .* trunk.conv1.0"),
         (
             lambda s: s | {"conv1.0.weight": s["conv1.0.weight"].to(torch.int8)},
-            "1 are no floating-point numbers, as trunk.conv1.0",
+            "1 are no floating-point numbers: trunk.conv1.0",
         ),
         (lambda s: {f"model.{n}": t for n, t in s.items()}, "by the names of timm, torchvision or"),
         (
@@ -138,7 +141,7 @@ def test_other_files_and_a_second_one_are_refused(file: str, tmp_path: Path) -> 
             load_towers(TOWER, image_weights=str(tmp_path / name))
         assert "\n" not in str(raised.value)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(FileNotFoundError, match="which is no file: give a safetensors"):
+    with pytest.raises(FileNotFoundError, match="image_weights: .*missing"):
         load_towers(TOWER, image_weights=str(tmp_path / "missing"))
     load_towers(TOWER).save(tmp_path / "export")
     with pytest.raises(ValueError, match="image_weights: .* brings its own weights, leave it out"):

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mclclip.models import transformers_folder, weights
+from mclclip.models import weights
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.soup import combine
@@ -159,7 +159,6 @@ def test_a_header_that_is_too_long_is_not_read(vit: Model, tmp_path: Path) -> No
         lambda: weights.read_tensors(path),
         lambda: load_towers(tmp_path),
         lambda: combine([tmp_path]),
-        lambda: transformers_folder.check_weights(tmp_path),
     ):
         with pytest.raises(ValueError, match="its header has .* bytes, wanted at most 16,777,216"):
             load()
