@@ -136,11 +136,8 @@ def write_tokenizer(source: Path, model: Model, out: Path) -> None:
     files of another one come from ``source``, or from the hub or its cache. Raises
     FileNotFoundError if they are nowhere.
     """
-    lacking = (
-        f"{source} has no files of its tokenizer, without which it is not converted: put "
-        f"{config_check.TOKENIZER_CONFIG} and tokenizer.json into it, or fetch them"
-    )
-    with prefix_errors(lacking):
+    names = f"{config_check.TOKENIZER_CONFIG} and tokenizer.json"
+    with prefix_errors(f"{source} has no files of its tokenizer: put {names} into it, or fetch"):
         text_tokenizer = tokenizer.fetch_tokenizer(model.tokenizer)
     text_cfg = model.config["model_cfg"]["text_cfg"]
     if hasattr(text_tokenizer, "bpe_ranks"):

@@ -75,22 +75,10 @@ def load_towers(
     model_cfg, tokenizer = config["model_cfg"], None
     if not text or not (text_rows or "text_cfg" in model_cfg):
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
-    elif text_rows or WIDTH in model_cfg["text_cfg"]:
-        _check_clip(name, model_cfg, projector)
-        exported, model_cfg, tokenizer = build_on_rows(
-            _build_image_tower, text_rows, _where(name), config, file, directory, seed
-        )
     else:
         _check_clip(name, model_cfg, projector)
-        if long_context:
-            model_cfg = towers.longer_config(model_cfg)
-        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
-        vocabulary = clip.vocabulary(exported)
-        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
-        if file:
-            clip.fill(exported, file)
-        if long_context:
-            towers.stretch(exported)
+        of = config, file, directory, seed, load_weights, long_context, text_rows
+        exported, model_cfg, tokenizer = _build_both(_where(name), *of)
     check_patches(exported.visual, image_size)
     visual = exported.visual
     if image_weights is not None:
@@ -114,6 +102,35 @@ def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[in
             f"projector is {list(projector)}, but the model has a text tower, whose features "
             "images are compared with: set text=false for its image tower alone"
         )
+
+
+def _build_both(
+    where: str,
+    config: dict[str, Any],
+    file: Path | None,
+    directory: Path | None,
+    seed: int,
+    load_weights: bool,
+    long_context: bool,
+    text_rows: Sequence[str],
+) -> tuple[Any, dict[str, Any], Any]:
+    """Builds a model of both towers and loads its weights from `file`, if there is one.
+
+    Returns it with its model config and its tokenizer.
+    """
+    model_cfg = config["model_cfg"]
+    if text_rows or WIDTH in model_cfg["text_cfg"]:
+        return build_on_rows(_build_image_tower, text_rows, where, config, file, directory, seed)
+    if long_context:
+        model_cfg = towers.longer_config(model_cfg)
+    exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
+    vocabulary = clip.vocabulary(exported)
+    tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+    if file:
+        clip.fill(exported, file)
+    if long_context:
+        towers.stretch(exported)
+    return exported, model_cfg, tokenizer
 
 
 def _build_image_tower(
