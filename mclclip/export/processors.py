@@ -137,7 +137,7 @@ def write_tokenizer(source: Path, model: Model, out: Path) -> None:
     FileNotFoundError if they are nowhere.
     """
     names = f"{config_check.TOKENIZER_CONFIG} and tokenizer.json"
-    with prefix_errors(f"{source} has no files of its tokenizer: put {names} into it, or fetch"):
+    with prefix_errors(f"{source} has no files of its tokenizer: put {names} into it"):
         text_tokenizer = tokenizer.fetch_tokenizer(model.tokenizer)
     text_cfg = model.config["model_cfg"]["text_cfg"]
     if hasattr(text_tokenizer, "bpe_ranks"):
