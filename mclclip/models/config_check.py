@@ -149,8 +149,8 @@ def _check_fields(config: Mapping[str, Any], kinds: tuple[type, type, type], whe
     open_clip."""
     model = config["model_cfg"]
     preprocessing = _mapping(config.get("preprocess_cfg", {}), f"preprocess_cfg of {where}")
-    known = {item.name for item in fields(kinds[2])}
-    preprocessing = {name: value for name, value in preprocessing.items() if name in known}
+    field_names = {item.name for item in fields(kinds[2])}
+    preprocessing = {name: value for name, value in preprocessing.items() if name in field_names}
     # For null open_clip takes its default, or the field does not apply (patch_size of ResNets).
     parts = {
         name: {option: value for option, value in part.items() if value is not None}
