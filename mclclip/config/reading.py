@@ -22,7 +22,7 @@ from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.run.lock import RUN_STATE
-from mclclip.util.options import brief, dotted, farthest, nearest, refuse_url
+from mclclip.util.options import UNKNOWN, brief, dotted, farthest, nearest, refuse_url
 from mclclip.util.shipped import find_recipe
 
 
@@ -160,7 +160,6 @@ def _drop_options_of_other_kinds(objective: dict[str, Any]) -> None:
             del objective[name]
 
 
-_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 _ELSEWHERE = {"batch_size": "global_batch", "learning_rate": "lr", "arch": "name"}
 """Names that options have in other programs, which are spelt unlike ours."""
 
@@ -168,11 +167,11 @@ _ELSEWHERE = {"batch_size": "global_batch", "learning_rate": "lr", "arch": "name
 def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     """Describes one problem of the error in one line: the option, its value, what was wanted."""
     problems = error.errors()
-    unknown = [item for item in problems if item["type"] in _UNKNOWN]
+    unknown = [item for item in problems if item["type"] in UNKNOWN]
     problem: Mapping[str, Any] = unknown[0] if unknown else farthest(problems)
     path = [str(part) for part in problem["loc"]]
     name = dotted(path)
-    if problem["type"] in _UNKNOWN:
+    if problem["type"] in UNKNOWN:
         valid = _fields_at(path[:-1], tree)
         word = _ELSEWHERE.get(path[-1], path[-1])
         groups = [g for g, hint in typing.get_type_hints(Config).items() if _options_in(hint)]

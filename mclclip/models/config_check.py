@@ -176,6 +176,12 @@ def _check_fields(config: Mapping[str, Any], kinds: tuple[type, type, type], whe
             f"image_size in vision_cfg of {where} is {brief(size)}, below patch_size "
             f"{brief(patch)}: wanted pictures of one patch at least"
         )
+    for name in ("mean", "std"):
+        if name in preprocessing and len(_items(preprocessing[name])) != 3:
+            raise ValueError(
+                f"{name} in preprocess_cfg of {where} is {brief(preprocessing[name])}, wanted 3 "
+                "numbers"
+            )
     for name, modes in _MODES.items():  # open_clip's own assertion would have no message
         if (mode := preprocessing.get(name)) is not None and mode not in modes:
             raise ValueError(

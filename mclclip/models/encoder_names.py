@@ -11,6 +11,7 @@ from mclclip.models.loading import has_texts, model_config, model_tokenizer, ref
 from mclclip.models.options import ModelConfig
 from mclclip.models.row_projection import WIDTH
 from mclclip.util import files
+from mclclip.util.options import prefix_errors
 from mclclip.util.shipped import RECIPES
 
 READS_ROWS = (
@@ -46,7 +47,9 @@ def identify_encoder(model: ModelConfig) -> dict[str, Any]:
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
     fields["text_rows"] = width_of(model.text_rows) if model.text_rows else None
     if model.image_weights is not None:
-        fields["image_weights"] = files.digest_file(Path(model.image_weights))
+        with prefix_errors("image_weights"):
+            weights.check_header(Path(model.image_weights))
+            fields["image_weights"] = files.digest_file(Path(model.image_weights))
     return fields
 
 

@@ -29,6 +29,8 @@ _WANTED = (
 def pictures_of(images: Any) -> list[Picture | Tensor]:
     """Returns what was passed to `encode_image` as a list: one `Picture`, or several. An array
     [N, H, W, 3] is N pictures."""
+    if isinstance(images, np.ndarray) and images.ndim == 0:
+        images = images.item()
     is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
     is_alone |= hasattr(images, "read")
     if isinstance(images, np.ndarray) and images.dtype.kind not in "OUS":  # which hold pictures

@@ -250,10 +250,11 @@ def check_names(
         ],
     }
     problems = [f"{what.format(len(n))}: {_first_few(n)}" for what, n in wrong.items() if n]
-    if any("vision_model." in name or "text_model." in name for name in tensors):
+    if not problems:
+        return
+    if any("vision_model." in name or "text_model." in name for name in tensors.keys() - state):
         problems.append("transformers' names: give the folder as hf:FOLDER")
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise ValueError("; ".join(problems))
 
 
 def _first_few(names: list[str]) -> str:

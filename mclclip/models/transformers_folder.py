@@ -403,8 +403,10 @@ def _has_words_of_clip(words: Mapping[str, Any], merges: object, clips: Any) -> 
 def _find_weights(directory: Path) -> list[Path]:
     """Returns a folder's file of weights, or the parts that its index names.
 
-    Raises ValueError if one is not in the folder.
+    Raises ValueError if one is not in the folder, and for an adapter.
     """
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
     index, names = directory / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         record = files.read_model_json(index)

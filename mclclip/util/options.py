@@ -91,6 +91,10 @@ def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=0.0)
 
 
+UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+"""The types of pydantic's problems with a name that no option has."""
+
+
 def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The problem to show, of those that pydantic reports for a value of a union type.
 
@@ -119,6 +123,8 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     problem = farthest(error.errors())
     name = dotted([str(part) for part in problem["loc"]])
     got = f" (got {brief(problem['input'])})" if name else ""
+    if problem["type"] in UNKNOWN:
+        return name, f"there is no such option{got}"
     return name, problem["msg"].removeprefix("Value error, ") + got
 
 

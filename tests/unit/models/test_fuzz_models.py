@@ -125,6 +125,7 @@ def _loader(directory: Path) -> Callable[[], str]:
 
 PREPROCESS: list[tuple[Any, str]] = [
     ({"std": [0, 0, 0]}, "std in preprocess_cfg .* above 0"),
+    ({"mean": [0.5]}, "mean in preprocess_cfg .* wanted 3"),
     ({"resize_mode": "odd"}, "resize_mode in preprocess_cfg"),
     ([], "preprocess_cfg .* is list"),
 ]

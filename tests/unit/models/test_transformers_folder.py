@@ -188,6 +188,7 @@ DAMAGES: list[tuple[str, dict[str, Any] | None, str]] = [
     ("config", {"vision_config": {"num_hidden_layers": 3}},
      "which the configuration describes|num_hidden_layers 3"),
     ("config", {"text_config": None}, "has no text_config"),
+    ("adapter_config", {}, "holds an adapter: merge it into its model"),
     ("tokenizer_config", {"auto_map": {"AutoTokenizer": ["x.Y", None]}},
      "has auto_map, which names Python"),
     ("preprocessor_config", {"do_resize": False}, "does not resize pictures"),
