@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
+from mclclip.report import environment
 from mclclip.run.artifacts import Artifact, Manifest, RunPaths, find_run_dir
 from mclclip.run.runlog import progress
 from mclclip.run.steps import Made, Step, make_artifact
@@ -248,20 +248,8 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[st
 
 def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
     """Renders the page of all items. Its content policy allows only its own script."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
-    template = environment.get_template("make_pairs.html")
-    shown = {
-        rule: {
-            number: {k: files.printable(v) for k, v in item.items()}
-            for number, item in of_rule.items()
-        }
-        for rule, of_rule in records.items()
-    }
-    page = template.render(rules=shown, policy="")
+    template = environment().get_template("make_pairs.html")
+    page = template.render(rules=records, policy="")
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return template.render(rules=shown, policy=f"'sha256-{digest}'")
+    return template.render(rules=records, policy=f"'sha256-{digest}'")

@@ -72,8 +72,7 @@ def needed() -> set[str]:
     evaluation = tiny.ROOT / "eval"
     found |= {f"mclclip/eval/{path.relative_to(evaluation)}" for path in evaluation.rglob("*.py")}
     found |= {f"mclclip/eval/suites/{path.name}" for path in evaluation.glob("suites/*")}
-    shipped = ("py.typed", "constraints.txt", "util/caption_words.json", "verbs/make_pairs.html",
-               "report/page.css")  # fmt: skip
+    shipped = ("py.typed", "constraints.txt", "util/caption_words.json", "report/page.css")
     found |= {f"mclclip/{name}" for name in shipped}
     assert {"mclclip/cli/entry.py", "mclclip/eval/suites/mcl.yaml"} <= found
     report = tiny.ROOT / "mclclip" / "report"
