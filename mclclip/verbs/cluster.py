@@ -26,11 +26,11 @@ from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
 from mclclip.data.options import LabelMode
-from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.row_store import MeanBlocks, RowBlocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, RunPaths
+from mclclip.run.artifacts import Artifact
+from mclclip.run.opened import Run, Stage
 from mclclip.run.runlog import count_of
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util.files import digest_array, records_of
@@ -53,31 +53,21 @@ def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.
     ``pseudo_labels.npy`` int64 [N, 1] of stage + 1. Raises ValueError for more clusters than
     samples, and RuntimeError if the embeddings are of another index.
     """
-    layout, options = RunPaths.of(config), config.cluster
-    how = ClusteredStage(layout, SampleIndex.open(layout.index), stage, context)
+    opened, options = Run.of(config).stage(stage), config.cluster
+    layout = opened.run.layout
     clusters = StageClusters(replace(options, num_clusters=options.clusters_of(stage)), config.seed)
-    make_artifact(clusters, layout.clusters(stage), how, force)
+    make_artifact(clusters, layout.clusters(stage), (opened, context), force)
     if config.train.objective.reads.groups:
         labels = PseudoLabels(options.label_mode)
-        make_artifact(labels, layout.pseudo_labels(stage + 1), how, force)
+        make_artifact(labels, layout.pseudo_labels(stage + 1), opened, force)
     return layout.clusters(stage)
-
-
-@dataclass(frozen=True)
-class ClusteredStage:
-    """The stage ``number`` of a run, with the index of its samples."""
-
-    layout: RunPaths
-    index: SampleIndex
-    number: int
-    context: Context
 
 
 # --- clusters --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class StageClusters(Step[ClusteredStage]):
+class StageClusters(Step[tuple[Stage, Context]]):
     """k-means of a stage's embeddings: centroids, nearest labels, similarities."""
 
     kind = "clusters"
@@ -85,67 +75,65 @@ class StageClusters(Step[ClusteredStage]):
     cluster: ClusterConfig
     seed: int
 
-    def reads(self, how: ClusteredStage) -> dict[str, str]:
+    def reads(self, how: tuple[Stage, Context]) -> dict[str, str]:
         """Returns the digests of index and embeddings. Raises RuntimeError if clusters of an
         earlier stage are of another index."""
-        layout, index = how.layout, how.index
-        embeddings = index.manifest_of(layout.embeddings(how.number), "embeddings")
-        for earlier in range(how.number):
-            index.manifest_of(layout.clusters(earlier), "clusters")
-        inputs = {"index": index.digest, "embeddings": embeddings.digest}
+        stage, run = how[0], how[0].run
+        inputs = {"index": run.index.digest, "embeddings": stage.manifest("embeddings").digest}
+        for earlier in range(stage.number):
+            run.stage(earlier).manifest("clusters")
         if self.cluster.feature == "mean":
-            texts = index.manifest_of(layout.text_embeddings, "text_embeddings")
+            texts = run.index.manifest_of(run.layout.text_embeddings, "text_embeddings")
             inputs["text_embeddings"] = texts.digest
         return inputs
 
-    def make(self, out: Artifact, how: ClusteredStage) -> Made:
+    def make(self, out: Artifact, how: tuple[Stage, Context]) -> Made:
         """Clusters the rows. Raises ValueError for too many clusters, before it writes."""
-        blocks = collectives.raise_on_every_rank(lambda: self._read_rows(how))
-        valid = np.ones(len(how.index), dtype=bool)
-        valid[collectives.on_main(how.index.bad_ids)] = False
+        stage, context = how
+        blocks = collectives.raise_on_every_rank(lambda: self._read_rows(stage))
+        valid = np.ones(len(stage.run.index), dtype=bool)
+        valid[collectives.on_main(stage.run.index.bad_ids)] = False
         # A sample that was restored after the embedding has no row yet.
         valid[collectives.on_main(blocks.rows.left_out)] = False
-        rows = RankRows(blocks, self.cluster.algorithm, valid=valid, context=how.context)
+        rows = RankRows(blocks, self.cluster.algorithm, valid=valid, context=context)
         fit = kmeans.fit_two_level if self.cluster.method == "two_level" else kmeans.fit
-        num_clusters, seed = self.cluster.clusters_of(how.number), (self.seed, how.number)
+        num_clusters, seed = self.cluster.clusters_of(stage.number), (self.seed, stage.number)
         clustering: Clustering = fit(rows, num_clusters, self.cluster, seed=seed)
         directory = out.begin()
-        _save_centroids(directory / "centroids.npy", clustering, how.context)
+        _save_centroids(directory / "centroids.npy", clustering, context)
         tally = _save_nearest(directory, rows, clustering, self.cluster.labels_per_sample)
-        return collectives.on_main(lambda: self._describe(directory, how, clustering, tally))
+        return collectives.on_main(lambda: self._describe(directory, stage, clustering, tally))
 
-    def _read_rows(self, how: ClusteredStage) -> RowBlocks:
+    def _read_rows(self, stage: Stage) -> RowBlocks:
         """Opens the rows to cluster, in index order."""
-        layout, index = how.layout, how.index
-        directory = layout.embeddings(how.number)
-        images = RowStore.open(directory, index.manifest_of(directory, "embeddings"))
         if self.cluster.feature == "image":
-            return RowBlocks(images)
-        without = int((index.num_captions == 0).sum())
-        log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
-        directory = layout.text_embeddings
-        texts = RowStore.open(directory, index.manifest_of(directory, "text_embeddings"))
-        return MeanBlocks(images, texts, index.num_captions)
+            return RowBlocks(stage.embeddings)
+        num_captions = stage.run.index.num_captions
+        without = int((num_captions == 0).sum())
+        log.info(
+            "%d of %d samples have no caption: clustered by image alone", without, len(num_captions)
+        )
+        return MeanBlocks(stage.embeddings, stage.text_embeddings, num_captions)
 
     def _describe(
-        self, directory: Path, how: ClusteredStage, clustering: Clustering, tally: Tally
+        self, directory: Path, stage: Stage, clustering: Clustering, tally: Tally
     ) -> Made:
         """Returns and logs sizes of clusters, inertia, and the agreement with earlier stages."""
-        stage, index = how.number, how.index
+        index, number = stage.run.index, stage.number
         labels = open_npy(directory / "cluster_labels.npy", "cluster")
         sizes = tally.counts.numpy()
         if empty := int((sizes == 0).sum()):
-            log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
+            log.warning("stage %d: %d of %d clusters are empty", number, empty, len(sizes))
         agreement: dict[str, float] = {}
-        for earlier in range(stage):
-            before, num_clusters = _read_cluster_labels(how, earlier)
+        for earlier in range(number):
+            before, num_clusters = _cluster_labels(stage.run.stage(earlier))
             if len(sizes) * num_clusters <= _AMI_UP_TO:
                 value = ami(before, labels[:, 0])
                 agreement |= {f"stage_{earlier}": value} if value is not None else {}
         statistics = size_statistics(sizes)
         log.info(
             "stage %d: %s of %s to %s samples (median %s), inertia %.6g after %s%s",
-            stage,
+            number,
             count_of(statistics["num_groups"], "cluster"),
             *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
             tally.inertia,
@@ -244,39 +232,35 @@ def pass_parts_to_main(
     collectives.raise_on_every_rank(raise_error)
 
 
-def _read_cluster_labels(how: ClusteredStage, stage: int) -> tuple[np.ndarray, int]:
+def _cluster_labels(stage: Stage) -> tuple[np.ndarray, int]:
     """Returns the nearest cluster labels of a stage, int32 [N], and the number of its clusters."""
-    directory = how.layout.clusters(stage)
-    manifest = how.index.manifest_of(directory, "clusters")
-    manifest.check(directory)
-    labels = open_npy(directory / "cluster_labels.npy", "cluster")
-    return np.array(labels[:, 0]), manifest.config["cluster"]["num_clusters"]
+    clusters = stage.clusters
+    return np.array(clusters.labels[:, 0]), clusters.manifest.config["cluster"]["num_clusters"]
 
 
 # --- pseudo labels ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PseudoLabels(Step[ClusteredStage]):
+class PseudoLabels(Step[Stage]):
     """The cluster labels of all stages up to this one, combined for the next (MCL, Eq. 2)."""
 
     kind = "pseudo_labels"
     label_mode: LabelMode
 
-    def reads(self, how: ClusteredStage) -> dict[str, str]:
+    def reads(self, how: Stage) -> dict[str, str]:
         """Returns the digests of the index and of the clusters of all stages up to this one."""
-        inputs = {"index": how.index.digest}
+        inputs = {"index": how.run.index.digest}
         for number in range(how.number + 1):
-            manifest = how.index.manifest_of(how.layout.clusters(number), "clusters")
-            inputs[f"clusters_{number}"] = manifest.digest
+            inputs[f"clusters_{number}"] = how.run.stage(number).manifest("clusters").digest
         return inputs
 
-    def make(self, out: Artifact, how: ClusteredStage) -> Made:
+    def make(self, out: Artifact, how: Stage) -> Made:
         """Writes pseudo_labels.npy int64 [N, 1]."""
-        stages = [_read_cluster_labels(how, number) for number in range(how.number + 1)]
+        stages = [_cluster_labels(how.run.stage(number)) for number in range(how.number + 1)]
         cluster_labels, nums_clusters = zip(*stages, strict=True)
         labels, radices = combine_stages(cluster_labels, nums_clusters, self.label_mode)
         save_npy(out.begin() / "pseudo_labels.npy", labels[:, None])
-        counts = {"samples": len(how.index)} | group_statistics(labels, radices)
+        counts = {"samples": len(how.run.index)} | group_statistics(labels, radices)
         records = records_of(out.directory, "pseudo_labels.npy")
         return Made(counts, records, dtype="int64", digest=digest_array(labels))
