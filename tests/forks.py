@@ -1,14 +1,17 @@
-"""Processes of tests, forked from one that has imported everything, which takes seconds."""
+"""Processes of tests; most are forked from one that has imported everything, which takes
+seconds."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 _PRELOADED = [
     "mclclip.cli.entry",
@@ -41,6 +44,14 @@ def context() -> ForkServerContext:
     found = get_context("forkserver")
     found.set_forkserver_preload(_PRELOADED)
     return found
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program in an interpreter that has imported nothing yet."""
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        words, **{"capture_output": True, "text": True, "timeout": 600, **options}
+    )
 
 
 def exit_code(work: Callable[[], object]) -> int:

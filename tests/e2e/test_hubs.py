@@ -26,6 +26,7 @@ from PIL import Image
 from mclclip import config as configuration
 from mclclip.verbs.pack import pack
 from tests import photos, tiny
+from tests.forks import python
 from tests.hub_server import COMMIT, hub
 from tests.shard_server import ShardServer
 from tests.tars import read_tar
@@ -97,11 +98,7 @@ def test_data_sets_of_the_hub_are_packed_by_name(server: ShardServer, tmp_path: 
     pytest.importorskip("datasets")
     names = ["jxie/flickr8k/test", "me/files", "me/hostile", "jxie/flickr8k", "jxie/flickr8k/no"]
     names += ["me/files@main/default/train/", "no/such"]
-    ended = subprocess.run(
-        [sys.executable, "-c", PACK_ALL, *names],
-        cwd=tmp_path, env=environment(tmp_path, server), capture_output=True, text=True,
-        timeout=600,
-    )  # fmt: skip
+    ended = python(PACK_ALL, *names, cwd=tmp_path, env=environment(tmp_path, server))
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0].startswith("{'samples': 3, 'captions': 6, 'shards': 1")

@@ -22,6 +22,7 @@ import pytest
 
 from mclclip.eval import results
 from tests import tiny
+from tests.forks import python
 from tests.matrix import SOAK
 
 SOURCES = ("mclclip", "eval", "launch", "slurm", "setup.cfg", "pyproject.toml", "README.md")
@@ -45,9 +46,7 @@ def build(source: Path, kind: str, out: Path) -> Path:
     """The wheel or sdist of a source tree, by the backend that pip calls, without a network."""
     pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools>=77")
     code = f"import setuptools.build_meta as b, sys; b.build_{kind}(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(out)], cwd=source, capture_output=True, text=True
-    )
+    done = python(code, out, cwd=source)
     assert done.returncode == 0, done.stderr
     (built,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return built

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from mclclip.ranks import failures, signals
 from mclclip.util import shipped
 from mclclip.verbs import demo
 from tests import tiny
+from tests.forks import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,8 +141,7 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
         "import sys; from mclclip.cli import entry\n"
         "for words in sys.argv[1:]: print(entry.main(words.split()), 'torch' not in sys.modules)"
     )
-    command = [sys.executable, "-c", code, *(words.format(*[tmp_path] * 2) for words, _ in wrong)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    shown = python(code, *(words.format(*[tmp_path] * 2) for words, _ in wrong), check=True)
     assert shown.stdout == "2 True\n" * len(wrong)
     for line, (_, said) in zip(shown.stderr.splitlines(), wrong, strict=True):
         assert line.startswith("mclclip: ") and said.format(tmp_path) in line
@@ -214,10 +213,7 @@ def test_a_first_line_needs_nothing_heavy(
         "for words, heavy in json.loads(sys.argv[1]):\n"
         "    code = entry.main(words.split()); print(code, sorted(set(heavy) & set(sys.modules)))"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)],
-        capture_output=True, text=True, check=True, cwd=tmp_path,
-    )  # fmt: skip
+    shown = python(code, json.dumps(commands), check=True, cwd=tmp_path)
     told = [line for line in shown.stdout.splitlines() if line.endswith("]") and line[0] in "02"]
     wanted = [0 if words.startswith(("config", "--help")) else 2 for words, _ in commands]
     assert told == [f"{code} []" for code in wanted], shown.stderr
@@ -340,10 +336,8 @@ for _ in range(2):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
     store.close()
     words = ["index", f"run_dir={tmp_path}/run", f"data.sources.a.shards={tmp_path}/no.tar"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words, "device=cpu"], capture_output=True, text=True,
-        env=tiny.environment() | place | {"RANK": "0", "WORLD_SIZE": "1"},
-    )  # fmt: skip
+    environment = tiny.environment() | place | {"RANK": "0", "WORLD_SIZE": "1"}
+    done = python(code, *words, "device=cpu", env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 True", "2 True", "False"], done.stderr
 

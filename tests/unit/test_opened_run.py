@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from mclclip.config import Config
 from mclclip.run.opened import PIECES, Run, Stage, spread
 from mclclip.run.runlog import POINTS, read_records
 from tests import made_run
+from tests.forks import python
 from tests.tiny import digests
 
 
@@ -44,7 +43,7 @@ def test_a_run_is_opened_without_torch(made: Path) -> None:
         f"run = Run(Path({str(made)!r})); print(len(run.index), len(run.results))\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code, check=True)
     assert done.stdout.split() == ["48", "15"]
 
 

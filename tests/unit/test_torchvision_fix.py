@@ -4,12 +4,12 @@ These are forked from one that has imported torch, which takes seconds.
 """
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from mclclip.util.torchvision_fix import status
+from tests.forks import python
 
 # A package of torchvision's name, whose loader finds its extension by a rule of its own.
 # The loader runs twice; as a shared library does, it declares its operators once.
@@ -48,10 +48,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (package / "__init__.py").write_text(imports + "whole = True\n")
         if loader is not None:
             (package / "extension.py").write_text(loader)
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, *map(str, folders)], capture_output=True, text=True,
-        timeout=600, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = python(ASK, *folders, env=environment)
     assert done.returncode == 0, done.stderr
     return dict(zip(LOADERS, done.stdout.splitlines(), strict=True))
 
@@ -78,9 +76,6 @@ def test_operators_are_declared_where_torchvision_does_not_load_them(told: dict[
 @pytest.mark.slow
 def test_leaves_operators_that_exist() -> None:
     code = "from mclclip.util.torchvision_fix import status; print(status())"
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS + code], capture_output=True, text=True, timeout=600,
-        check=False,
-    )  # fmt: skip
+    done = python(LOADS + code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("not needed: the operators exist already")

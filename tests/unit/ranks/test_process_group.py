@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -205,8 +203,7 @@ process_group.leave(int(sys.argv[2]))
 
 @pytest.mark.parametrize("code", kept([0, 2], 1))
 def test_leaving_flushes_and_keeps_the_exit_code(tmp_path: Path, code: int) -> None:
-    command = [sys.executable, "-c", LEAVE, str(tmp_path), str(code)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = forks.python(LEAVE, tmp_path, code)
     assert ended.returncode == code
     assert ended.stdout == "a line without an end"
     assert "a warning" in ended.stderr

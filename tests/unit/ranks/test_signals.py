@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import python
+
 START = "import os, signal; from mclclip.ranks import signals; signals.install_handlers()\n"
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=300
-    )
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_outside_of_training_it_is_raised_and_a_second_one_does_not_interrupt_the_leaving(
     name: str,
 ) -> None:
-    done = run(
-        "try:\n"
+    done = python(
+        START + "try:\n"
         f"    os.kill(os.getpid(), signal.{name})\n"
         "except Exception:\n"
         "    print('taken for an error')\n"
@@ -35,8 +29,8 @@ def test_outside_of_training_it_is_raised_and_a_second_one_does_not_interrupt_th
 
 
 def test_inside_it_waits_and_is_raised_at_the_end() -> None:
-    done = run(
-        "try:\n"
+    done = python(
+        START + "try:\n"
         "    with signals.defer_requests():\n"
         "        os.kill(os.getpid(), signal.SIGUSR1)\n"
         "        print('still here', signals.get_request())\n"
@@ -47,8 +41,8 @@ def test_inside_it_waits_and_is_raised_at_the_end() -> None:
 
 
 def test_another_error_inside_is_not_hidden() -> None:
-    done = run(
-        "try:\n"
+    done = python(
+        START + "try:\n"
         "    with signals.defer_requests():\n"
         "        os.kill(os.getpid(), signal.SIGUSR1)\n"
         "        raise ValueError('the reason')\n"
@@ -69,13 +63,13 @@ def test_a_process_that_is_ending_is_left_in_peace() -> None:
         "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGCHLD)\n"
         "print(signals.get_request())"
     )  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = python(code)
     assert done.stdout.split() == ["goes", "on", "None", "None"] and done.returncode == 0
 
 
 def test_children_ignore_what_their_parent_answers() -> None:
-    done = run(
-        "signals.set_action(signal.SIG_IGN)\n"
+    done = python(
+        START + "signals.set_action(signal.SIG_IGN)\n"
         "for name in ('SIGTERM', 'SIGUSR1', 'SIGINT'):\n"
         "    os.kill(os.getpid(), getattr(signal, name))\n"
         "print('alive', signals.get_request())\n"
@@ -84,8 +78,8 @@ def test_children_ignore_what_their_parent_answers() -> None:
 
 
 def test_a_second_interrupt_ends_a_cleaning_up_that_hangs() -> None:
-    done = run(
-        "import time\n"
+    done = python(
+        START + "import time\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
         "finally:\n"
@@ -96,8 +90,8 @@ def test_a_second_interrupt_ends_a_cleaning_up_that_hangs() -> None:
 
 @pytest.mark.parametrize(("name", "error"), [("SIGTERM", "Preempted"), ("SIGINT", "Keyboard")])
 def test_what_is_lost_in_a_destructor_is_raised_again(name: str, error: str) -> None:
-    done = run(
-        "import time; signals._AGAIN_S = 0.3\n"
+    done = python(
+        START + "import time; signals._AGAIN_S = 0.3\n"
         "class Held:\n"
         f"    def __del__(self): os.kill(os.getpid(), signal.{name}); time.sleep(0.1)\n"
         "held = Held(); del held; print('lost', flush=True); time.sleep(60)\n"
@@ -106,15 +100,15 @@ def test_what_is_lost_in_a_destructor_is_raised_again(name: str, error: str) -> 
 
 
 def test_the_first_interrupt_of_a_training_waits_for_a_step_and_the_second_does_not() -> None:
-    saved = run(
-        "import time\ntry:\n"
+    saved = python(
+        START + "import time\ntry:\n"
         "    with signals.defer_requests():\n"
         "        os.kill(os.getpid(), signal.SIGINT); time.sleep(0.2); print('saved')\n"
         "except signals.Preempted as asked: print(asked.requeue, signals.code_of(asked))\n"
     )
     assert saved.stdout.split() == ["saved", "False", "85"] and saved.returncode == 0
-    again = run(
-        "import time\n"
+    again = python(
+        START + "import time\n"
         "with signals.defer_requests():\n"
         "    os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(60)\n"
@@ -123,8 +117,8 @@ def test_the_first_interrupt_of_a_training_waits_for_a_step_and_the_second_does_
 
 
 def test_a_program_that_is_interrupted_in_a_training_saves_before_it_ends() -> None:
-    done = run(
-        "import time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    done = python(
+        START + "import time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n"
         "    with signals.save_on_interrupt():\n"
         "        with signals.defer_requests():\n"
@@ -145,8 +139,8 @@ def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
         "except BaseException:\n"
         "    print('raised')\n"
     )
-    done = run(
-        f"import sys, time; sys.path.insert(0, {str(tmp_path)!r})\n"
+    done = python(
+        START + f"import sys, time; sys.path.insert(0, {str(tmp_path)!r})\n"
         "try:\n    import half; time.sleep(60)\n"
         "except signals.Preempted: print('after')\n"
     )

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests import tiny
+from tests.forks import python
 
 
 def bash(line: str) -> subprocess.CompletedProcess[str]:
@@ -39,8 +40,8 @@ def test_what_is_printed_is_whole() -> None:
         "from mclclip.ranks import streams; streams.outlive_readers()\n"
         "print('é' * 300_000); print('end')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert done.stdout.decode() == "é" * 300_000 + "\nend\n"
+    done = python(code, timeout=60, encoding="utf-8")
+    assert done.stdout == "é" * 300_000 + "\nend\n"
 
 
 def test_main_returns_its_code_and_leaves_signals_as_they_were() -> None:
@@ -56,9 +57,7 @@ assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, s
 signal.raise_signal(signal.SIGTERM)
 print(codes, heard)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=tiny.environment(), capture_output=True, text=True
-    )
+    done = python(code, env=tiny.environment())
     assert done.stdout.splitlines()[-1:] == ["[0, 2, 0, 2] ['SIGTERM']"], done.stderr
 
 
@@ -78,7 +77,5 @@ code = entry.main(["recipes"])
 time.sleep(1.5)
 print(code)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=tiny.environment(), capture_output=True, text=True
-    )
+    done = python(code, env=tiny.environment())
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "85", done.stderr

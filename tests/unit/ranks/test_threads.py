@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mclclip.ranks.process_group import choose_num_threads, count_cores
 from tests import photos, tiny
+from tests.forks import python
 from tests.matrix import kept
 
 CORES = len(os.sched_getaffinity(0))
@@ -75,10 +74,8 @@ def test_a_process_has_the_users_number_of_threads_or_leaves_a_core(
     base = f"{tiny.ROOT / 'mclclip/launch/recipes/tiny_clip.json'}@random"
     environment = {k: v for k, v in tiny.environment().items() if k != "OMP_NUM_THREADS"}
     environment |= {} if chosen is None else {"OMP_NUM_THREADS": str(chosen)}
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT, tmp_path, tmp_path / "captions.csv", base, tmp_path / "run"],
-        capture_output=True, text=True, timeout=600, env=environment,
-    )  # fmt: skip
+    words = tmp_path, tmp_path / "captions.csv", base, tmp_path / "run"
+    done = python(COUNT, *words, env=environment)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])
     most = chosen or choose_num_threads(CORES)
