@@ -99,6 +99,12 @@ class BenchmarkConfig:
     source: str = ""
     """Content of the folder and where to get it, for the message where it is missing."""
 
+    @property
+    def typed_options(self) -> dict[str, Any]:
+        """The options in the types that the evaluator declares: YAML reads 1e-3 as a text."""
+        typed = evaluator(self.kind).options.model_validate(self.options)
+        return {name: getattr(typed, name) for name in self.options}
+
 
 @checked_dataclass(frozen=True, config=STRICT)
 class EvalConfig:

@@ -44,9 +44,9 @@ def run(
     stage in its run directory. ``images`` (a folder of pictures) and ``texts`` (a file with a text
     per line) are what the two encoders are compared on, by default those of `certificate`; the
     differences go into ``certificate.json``. ``width``: the features are cut to their first so many
-    numbers. Raises FileNotFoundError if there is no such model,
-    and ValueError if the library cannot hold it, ``out`` holds other files, a package is missing or
-    features differ; nothing is left behind then.
+    numbers. Raises FileNotFoundError if there is no such model, and ValueError if the library
+    cannot hold it, ``out`` holds other files, a package is missing or features differ; nothing is
+    left behind then.
     """
     source = _open(to, model, precision, width)
     out = out if out.name not in ("", "..") else out.resolve()  # temporary folders use its name

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def text(plan: dict[str, Any]) -> str:
-    """Returns the text of a plan; ``plan`` is what ``verbs.plan.make`` returned."""
+    """Returns the text of a plan; ``plan`` is what ``verbs.plan.compute`` returned."""
     trainings, memory, hours = plan["trainings"], plan["memory"], plan["hours"]
     epochs = [of | {"name": each["name"]} for each in trainings for of in each["coverage"]]
     assumed = any(of["sizes"] in steps.ASSUMED for of in epochs)

@@ -107,14 +107,7 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
                 if not file.exists():
                     raise FileNotFoundError(f"{option}: there is no {file}{_needs(benchmark)}")
             if protocol.check is not None:
-                protocol.check(root, **_typed_options(benchmark))
-
-
-def _typed_options(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Returns the options of a benchmark in the types that its evaluator declares: YAML reads 1e-3
-    as a text."""
-    typed = evaluator(benchmark.kind).options.model_validate(benchmark.options)
-    return {name: getattr(typed, name) for name in benchmark.options}
+                protocol.check(root, **benchmark.typed_options)
 
 
 def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
@@ -214,7 +207,7 @@ class SuiteJudge:
             folder = root / protocol.judged if protocol.judged else None
             watch = _Watch(name, folder, self.trained_on, self.choices.get(name))
             watched = replace(extractor, on_images=watch)
-            figures = protocol.evaluate(watched, root, **_typed_options(benchmark))
+            figures = protocol.evaluate(watched, root, **benchmark.typed_options)
             more: dict[str, Any] = {}
             if watch.seen:
                 note = results.trained_on(watch.seen, watch.judged)

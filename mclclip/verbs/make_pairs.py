@@ -34,7 +34,7 @@ from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
 from mclclip.report import environment
-from mclclip.run.artifacts import Artifact, Manifest, RunPaths, find_run_dir
+from mclclip.run.artifacts import Artifact, Manifest, RunPaths, find_run_dir, refuse_foreign
 from mclclip.run.runlog import progress
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import files
@@ -76,6 +76,7 @@ def run(
     or blind spots.
     """
     rule_names = check_rules(rules or [*RULES])
+    refuse_foreign(out, "--out")
     read = read_captions_of_shards(shards, captions)
     images, texts = read.images, [list[str]() for _ in read.images]
     for row, text in zip(read.caption_image, read.captions, strict=True):

@@ -32,7 +32,7 @@ from mclclip.data.text_rows import (
 )
 from mclclip.data.training_images import Readable
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.protocols import evaluator
+from mclclip.eval.protocols import evaluator, reading_texts
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, RunPaths, is_finished
@@ -157,10 +157,14 @@ def _captions_without_row(config: Config, layout: RunPaths, rows: TextRows | Non
 def _texts_of_benchmarks(config: Config, context: Context) -> list[str]:
     """Returns the texts that the benchmarks of ``eval.suite`` ask an encoder for, in order."""
     listener = _Listener(SimpleNamespace(tokenizer=None, logit_scale=1.0, embed_dim=2), context)  # type: ignore[arg-type]
-    for benchmark in config.eval.suite.values():
-        protocol = evaluator(benchmark.kind)
-        if protocol.reads_text and Path(benchmark.path).is_dir():
-            protocol.evaluate(listener, Path(benchmark.path), **benchmark.options)
+    for name in reading_texts(config.eval.suite):
+        benchmark = config.eval.suite[name]
+        if not Path(benchmark.path).is_dir():
+            log.warning("texts: those of %s are left out, there is no %s", name, benchmark.path)
+            continue
+        evaluator(benchmark.kind).evaluate(
+            listener, Path(benchmark.path), **benchmark.typed_options
+        )
     return [*listener.heard]
 
 

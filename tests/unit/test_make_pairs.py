@@ -206,6 +206,8 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no_caption"):
         make_pairs.run(source, out, captions="json:titles")
     assert not out.exists()
+    with pytest.raises(ValueError, match="--out .*shards holds files that mclclip did not write"):
+        make_pairs.run(source, source)
 
 
 # --- pictures that an encoder confuses ---

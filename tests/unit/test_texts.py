@@ -65,7 +65,9 @@ def without(data: Path, folder: Path, count: int) -> Path:
     return folder / "some.npy"
 
 
-def test_the_texts_without_a_row_are_listed(data: Path, tmp_path: Path) -> None:
+def test_the_texts_without_a_row_are_listed(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match=r"model\.text_rows.*--missing"):
         texts.run(config.from_tree(tiny.tree(tmp_path / "run", data)), SINGLE)
     listed = [line["text"] for line in tiny.rows(data / "rows.jsonl")]
@@ -76,8 +78,10 @@ def test_the_texts_without_a_row_are_listed(data: Path, tmp_path: Path) -> None:
     np.save(some, np.load(data / "rows.npy")[3:])
     lines = (data / "rows.jsonl").read_text().splitlines(keepends=True)
     some.with_suffix(".jsonl").write_text("".join(lines[3:]))
-    texts.run(options(data, tmp_path / "run", rows=some), SINGLE, missing=pairs)
+    suite = ("eval.suite.pairs.options.near_tie=1e-3", "eval.suite.gone={kind: mmvp, path: none_here}")
+    texts.run(options(data, tmp_path / "run", *suite, rows=some), SINGLE, missing=pairs)
     assert [line["text"] for line in tiny.rows(pairs)] == listed[:3]
+    assert "gone" in caplog.text
 
 
 def test_a_run_trains_embeds_joins_and_evaluates_on_rows(data: Path, tmp_path: Path) -> None:
