@@ -12,9 +12,10 @@ prefixes, and at last the whole index. Within a group the search starts at an of
 put into this global batch, known bad samples and undecodable ones. The first sample that remains
 takes the column, with its own label truncated at the step's prefix length.
 
-Two columns never share a candidate. So replacements cannot collide, on whichever ranks and in
+Two columns never share such a candidate. So replacements cannot collide, on whichever ranks and in
 whichever order they are made, and ranks need not communicate. Since planned samples are skipped, a
-global batch without repeated samples stays one. A known bad sample is skipped with the same result
+global batch without repeated samples stays one. Only where a batch holds a large part of the data
+may none remain in a column: then any other sample takes it, which two bad ones may share. A known bad sample is skipped with the same result
 as one that fails to decode, so a resumed run, which knows more of them, makes the same batches.
 """
 
@@ -375,7 +376,8 @@ class TrainingBatches(Dataset[Batch]):
         )
 
     def _candidates(self, sample_id: int, place: int, column: int, epoch: int) -> Iterator[int]:
-        """Yields each position that is congruent to the column once, nearest groups first.
+        """Yields each position that is congruent to the column once, nearest groups first, and then
+        all other positions, for small data of which a batch holds a large part.
 
         ``place`` is the position of the bad sample ``sample_id`` in the grouped index.
         """
@@ -384,16 +386,19 @@ class TrainingBatches(Dataset[Batch]):
         for length in range(len(self.grouped.radices), -1, -1):
             start, stop = self.grouped.group_range(self._label_at(place, length), length)
             positions = range(start + (column - start) % self.global_batch, stop, self.global_batch)
-            for number in range(len(positions)):
-                position = positions[(key + number) % len(positions)]
-                if position not in tried:
-                    yield position
+            yield from (each for each in _turned(positions, key) if each not in tried)
             tried = positions
+        yield from (each for each in _turned(range(stop), key) if each not in tried)
 
     def _label_at(self, position: int, prefix_length: int) -> int:
         group = int(np.searchsorted(self.grouped.group_starts, position, side="right")) - 1
         label = np.asarray(self.grouped.group_labels[group : group + 1])
         return int(truncate(label, self.grouped.radices, prefix_length)[0])
+
+
+def _turned(positions: range, key: int) -> Iterator[int]:
+    """Yields all positions in turn, from the one at number ``key`` (modulo their number) on."""
+    return (positions[(key + number) % len(positions)] for number in range(len(positions)))
 
 
 def _stack(rows: list[Tensor | None]) -> Tensor | None:
