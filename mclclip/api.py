@@ -13,6 +13,7 @@ it chooses.
 from __future__ import annotations
 
 import html
+import inspect
 import json
 import logging
 import os
@@ -154,9 +155,10 @@ def finetune(
     with others; ``force`` moves aside the artifacts that differ and makes them again. Ctrl-C raises
     KeyboardInterrupt after a training has saved its state; the same call then goes on.
     """
+    inspect.signature(pack.pack).bind(images, out, **packing)  # raises TypeError
     overrides = [*options]
     if isinstance(options, Mapping):
-        overrides = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+        overrides = [f"{n}={json.dumps(v, default=_plain)}" for n, v in options.items()]
     in_notebook = "ipykernel" in sys.modules and not log.handlers
     if in_notebook or not log.hasHandlers():  # nothing else would show the progress
         runlog.setup(failures.number_of("RANK", 0))
@@ -168,6 +170,11 @@ def finetune(
     with signals.save_on_interrupt():
         process.run(tuning.process_options(), "finetune", tuning.run)
     return Run.open(out)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number of numpy or torch as one of Python, else the text, such as of a path."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 class FineTuning:
@@ -337,7 +344,7 @@ class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
         path = out.begin() / SETTINGS
         files.write_bytes(path, text.encode())
         log.info("chose the settings, each with its reason: %s", path)
-        log.info("'mclclip doctor --data %s' looks at the data", path)
+        log.info("to look at the data: %s", advice.again(["mclclip", "doctor", "--data"], path))
         for line in text.splitlines():
             log.debug("%s", line)
         return Made({"samples": count}, files.records_of(out.directory, SETTINGS))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -193,6 +194,11 @@ def command() -> NoReturn:
 def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the words. Overrides may be anywhere, while argparse allows them in one place only."""
     parser = build_parser()
+    for number, word in enumerate(argv):
+        if not word or re.fullmatch(r"--[a-z-]+=", word):
+            parser.error(
+                f"word {number + 1} ({word!r}) is blank: is a variable of the shell unset?"
+            )
     args, more = parser.parse_known_args(argv)
     module = args.verb.replace("-", "_")
     args.function = _FUNCTIONS.get(args.verb) or _function(f"verbs.{module}.run")

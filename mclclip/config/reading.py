@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -67,9 +68,12 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _move_path(text: str, before: str, now: str) -> str:
-    """Replaces ``before`` by ``now`` at the beginning of a path or pattern."""
-    is_below = text == before or text.startswith(f"{before}/")
-    return now + text.removeprefix(before) if is_below else text
+    """Replaces ``before`` by ``now`` at the beginning of a path or pattern (``all_shards``)."""
+    for old in (before, glob.escape(before)):
+        if text == old or text.startswith(f"{old}/"):
+            rest = text.removeprefix(old)
+            return (glob.escape(now) if glob.has_magic(rest) else now) + rest
+    return text
 
 
 def _expand_home(text: str) -> str:

@@ -15,8 +15,9 @@ takes the column, with its own label truncated at the step's prefix length.
 Two columns never share such a candidate. So replacements cannot collide, on whichever ranks and in
 whichever order they are made, and ranks need not communicate. Since planned samples are skipped, a
 global batch without repeated samples stays one. Only where a batch holds a large part of the data
-may none remain in a column: then any other sample takes it, which two bad ones may share. A known bad sample is skipped with the same result
-as one that fails to decode, so a resumed run, which knows more of them, makes the same batches.
+may none remain in a column: then any other sample takes it, which two bad ones may share. A known
+bad sample is skipped with the same result as one that fails to decode, so a resumed run, which
+knows more of them, makes the same batches.
 """
 
 from __future__ import annotations

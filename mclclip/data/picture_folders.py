@@ -90,8 +90,9 @@ def find_pictures(
     picture. A file:// url is the path in it. If neither has one, names may be absolute paths of
     another machine, which end like files below ``root``; or else each name is looked for in all
     sub-folders, as those of COCO's train2017. A name without a suffix is that of the only picture
-    in its folder that it fits. Names that lead out of ``root`` stay, and so do those of missing
-    pictures. Two spellings of one path give the same path.
+    in its folder that it fits, and so is one whose accents macOS stores apart. Names that lead out
+    of ``root`` stay, and so do those of missing pictures. Two spellings of one path give the same
+    path.
 
     Raises the error of ``ask``, of a message and a folder, if a name has files in two sub-folders.
     """
@@ -100,19 +101,22 @@ def find_pictures(
     beside = os.path.abspath(table if table.is_dir() else table.parent)
 
     @cache
-    def by_stem(folder: str) -> dict[str, list[str]]:
+    def spellings(folder: str) -> dict[tuple[str, bool], list[str]]:
         names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        stems = defaultdict[str, list[str]](list)
+        spelt = defaultdict[tuple[str, bool], list[str]](list)
         for name in (name for name in names if suffix_of(name) in PICTURE_SUFFIXES):
-            stems[name.rpartition(".")[0]].append(name)
-        return stems
+            composed = unicodedata.normalize("NFC", name)
+            spelt[composed, True].append(name)
+            spelt[composed.rpartition(".")[0], False].append(name)
+        return spelt
 
     def file_at(folder: str, name: str) -> str:
         path = os.path.join(folder, name)
-        if os.path.isfile(path) or suffix_of(name) in PICTURE_SUFFIXES:
+        if os.path.isfile(path):
             return path
-        place, stem = os.path.split(path)
-        fitting = by_stem(place).get(stem, [])
+        place, last = os.path.split(path)
+        has_suffix = suffix_of(last) in PICTURE_SUFFIXES
+        fitting = spellings(place).get((unicodedata.normalize("NFC", last), has_suffix), [])
         return os.path.join(place, fitting[0]) if len(fitting) == 1 else path
 
     for start in (base, *[beside] * beside.startswith(base + os.sep)):

@@ -147,11 +147,14 @@ def image_extension(data: bytes) -> str | None:
 
 
 def check_foreign(out: Path, verb: str, *folders: str) -> None:
-    """Raises ValueError if ``out``, or one of the ``folders`` in it, holds shards of somebody else.
+    """Raises ValueError if ``out`` is a file, or if it, or one of the ``folders`` in it, holds
+    shards of somebody else.
 
     They would be mixed with ours, or replaced. A folder is ours if a verb began or finished there.
     """
     out = Path(out)
+    if out.is_file():
+        raise ValueError(f"--out {out} is a file: give a new folder")
     places = [out, *(out / folder for folder in folders)]
     shard = next((path for place in places for path in sorted(place.glob("*.tar"))), None)
     if shard is not None and not read_identity(out):

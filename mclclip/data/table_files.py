@@ -46,12 +46,11 @@ def _list(path: Path, roots: Roots, ask: Ask) -> list[Path]:
         return [path]
     if path.is_dir():
         return _files_of_folder(path, roots, ask)
-    patterns = [str(path)]
     if "{" in str(path):
-        from webdataset.shardlists import expand_urls  # imports torch
+        from mclclip.data.shard_paths import expand_shards  # imports torch
 
-        patterns = expand_urls(str(path))
-    files = [Path(name) for pattern in patterns for name in sorted(glob(pattern, recursive=True))]
+        return [*map(Path, expand_shards(str(path), "images"))]
+    files = [*map(Path, sorted(glob(str(path), recursive=True)))]
     if not files:
         raise FileNotFoundError(
             f"no {path}: wanted a folder of pictures or of shards, or a table ({', '.join(KINDS)})"
@@ -60,6 +59,7 @@ def _list(path: Path, roots: Roots, ask: Ask) -> list[Path]:
 
 
 def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
+    refuse_unfinished([folder / "*"])  # else its in_progress.json would be offered as a table
     splits = sorted(path.parent for path in folder.glob("*/state.json"))
     if splits:
         names = ", ".join(path.name for path in splits)
@@ -78,12 +78,15 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     tables = [path for suffix in _TABLES for path in by_suffix.get(suffix, [])]
     tables += _tables_among(sorted(texts), roots)
     stems = {path.stem for path in pictures}
+    tables = [path for path in tables if path.suffix != ".json" or path.stem not in stems]
+    tables = _likeliest_first(tables, folder)
     elsewhere = {path.parent for path in texts if path.stem in stems}
     if pictures:
         if tables:
             raise ask(
-                f"{folder} holds pictures without texts beside them, and {tables[0].name}, which "
-                "may be the table of their captions", "--captions", tables[0],
+                f"{folder} holds pictures without texts beside them, and "
+                f"{tables[0].relative_to(folder)}, which may be the table of their captions",
+                "--captions", tables[0],
             )  # fmt: skip
         if elsewhere:
             place = Path(os.path.commonpath(elsewhere))
@@ -99,7 +102,8 @@ def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
     if sharded:
         return _one_split(folder, sharded, ask)
     if tables:
-        raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
+        first = tables[0].relative_to(folder)
+        raise ask(f"{folder} holds no pictures, but tables such as {first}", tables[0])
     there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in by_suffix.items()]
     facts = [*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()]
     raise ValueError(
@@ -118,6 +122,18 @@ def _tables_among(texts: Sequence[Path], roots: Roots) -> list[Path]:
     return tables
 
 
+def _likeliest_first(tables: Sequence[Path], folder: Path) -> list[Path]:
+    """Sorts tables in a folder: those of pictures first, of these those of a training split."""
+
+    def rank(path: Path) -> tuple[bool, bool, Path]:
+        split = "train" not in str(path.relative_to(folder))
+        with suppress(OSError):  # it may not be read
+            return path.suffix.lower() in DELIMITERS and not is_table(path), split, path
+        return True, split, path
+
+    return sorted(tables, key=rank)
+
+
 def refuse_other_than_texts(texts: TextsOf, ask: Ask) -> None:
     """Raises ValueError if a folder of captions holds none of the pictures' texts; the message
     names a table in it, if there is one."""
@@ -128,7 +144,8 @@ def refuse_other_than_texts(texts: TextsOf, ask: Ask) -> None:
     alone = [path for path in files if path.suffix.lower() == ".txt"]
     tables += _tables_among(alone, texts.roots)
     if tables:
-        raise ask(f"{texts.captions} holds the table {tables[0].name}", "--captions", tables[0])
+        table = _likeliest_first(tables, texts.captions)[0]
+        raise ask(f"{texts.captions} holds the table {table.name}", "--captions", table)
     raise ValueError(
         f"none of the {len(alone)} texts in {texts.captions} has the name of a picture in "
         f"{texts.pictures}, such as a.txt for a.jpg"

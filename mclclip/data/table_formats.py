@@ -8,6 +8,7 @@ parse, ValueError says so in one line.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -30,6 +31,7 @@ from mclclip.data.shard_scan import (
     MAX_TEXT_BYTES,
     Group,
     TextFault,
+    encoding_of,
     form_of_texts,
     group_members,
     parse_captions,
@@ -102,8 +104,11 @@ def _lines(files: Sequence[Path]) -> Format:
 
     def rows(_: Findings) -> Rows:
         with open(path, "rb") as file:
+            encoding = encoding_of(file.read(4))
+            file.seek(0)
+            lines = file if encoding == "utf-8-sig" else io.TextIOWrapper(file, encoding)
             number = 0
-            while line := file.readline(MAX_TEXT_BYTES):
+            while line := lines.readline(MAX_TEXT_BYTES):
                 number += 1
                 where = f"{path.name} line {number}"
                 if line.strip():

@@ -278,7 +278,7 @@ def _inputs(
     path: Path, files: Sequence[Path], texts: Sequence[Path], roots: Roots
 ) -> dict[str, str]:
     """Returns a digest of each file by its name, as the ``inputs`` of an artifact: of the ``files``
-    at ``path``, or of all in that folder and in the folders of ``texts``.
+    at ``path``, or of all pictures and texts in that folder and in the folders of ``texts``.
 
     More than ``_FEW`` files have one digest together. Large files in a folder of pictures count by
     their size, all others by their bytes. Times do not count, since a copy has others.
@@ -290,7 +290,7 @@ def _inputs(
         of_folder = walk(folder, roots, Findings())
         paths += [(f"captions/{os.path.relpath(file, folder)}", file) for file in of_folder]
     for name, file in paths:
-        if file.is_file():
+        if file.is_file() and (files or suffix_of(file) in (*PICTURE_SUFFIXES, "txt")):
             size = file.stat().st_size
             whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
             content = f"{size:,} bytes"
@@ -324,9 +324,9 @@ def _image_column(
         return _check_column(path, table, option or (table.fixed or ("", ""))[0])
     stored = [name for name, value in table.columns.items() if is_stored(value)]
     usual = present_columns(table.columns, IMAGE_COLUMNS)
-    paths = [name for name in usual if isinstance(table.columns[name], str)]
-    addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
-    paths = [name for name in paths if name not in addresses]
+    names = {name: value for name, value in table.columns.items() if isinstance(value, str)}
+    paths = [name for name in usual if name in names and not _is_address(names[name])]
+    paths = paths or [name for name in usual if type(table.columns[name]) is int]  # 7 for 7.jpg
     # Bytes may be something else, such as a hash or a thumbnail of the picture that a name is of.
     sure = [name for name in stored if name in usual or isinstance(table.columns[name], dict)]
     others = [name for name in stored if name not in sure]
@@ -335,21 +335,20 @@ def _image_column(
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        names = " and ".join(map(repr, candidates))
+        several = " and ".join(map(repr, candidates))
         if first:
-            log.warning("%s has images in %s: the first is read", path, names)
+            log.warning("%s has images in %s: the first is read", path, several)
             return candidates[0]
-        raise ask(f"{path} has images in {names}, choose one", "--path-column", candidates[0])
-    if addresses:
+        raise ask(f"{path} has images in {several}, choose one", "--path-column", candidates[0])
+    captions = present_columns(table.columns, CAPTION_COLUMNS)
+    texts = [(n, v) for n, v in names.items() if n not in captions and not _is_address(v)]
+    fits = [name for name, value in texts if value and os.path.isfile(root / value)]
+    fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURE_SUFFIXES]
+    if not fits and (addresses := [n for n in usual if n in names and _is_address(names[n])]):
         raise ValueError(
             f"{path} has addresses in {addresses[0]!r}: fetch the images first, such as with "
             "img2dataset, and pack its shards"
         )
-    captions = present_columns(table.columns, CAPTION_COLUMNS)
-    texts = [(name, value) for name, value in table.columns.items() if name not in captions]
-    texts = [(name, value) for name, value in texts if isinstance(value, str)]
-    fits = [name for name, value in texts if value and os.path.isfile(root / value)]
-    fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURE_SUFFIXES]
     missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)})"
     missing += f", it has {_describe(table)}"
     missing += ": name " + ("it" if fits else "the column of names or of bytes")
@@ -357,6 +356,10 @@ def _image_column(
     if captions or names_captions or len(table.columns) == 1:
         raise ask(missing, *words)
     raise ask(f"{missing}, and the column of captions", *words, "--caption-column", "COLUMN")
+
+
+def _is_address(value: str) -> bool:
+    return protocol_of(value) not in (None, "file")
 
 
 def _describe(table: Format) -> str:
@@ -383,17 +386,19 @@ def _caption_columns(
         columns = option or [(table.fixed or ("", ""))[1]]
         return tuple(_check_column(path, table, name) for name in columns)
     texts = [n for n, v in table.columns.items() if isinstance(v, str | list) and n != images]
-    candidates = present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)
+    candidates = [*present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)]
+    numbered = [n for n in texts if _NUMBERED.fullmatch(n.strip().lower())]
+    stem = candidates[0].strip().lower() if candidates else ""
+    together = [n for n in numbered if n.strip().lower().startswith(stem)]
+    candidates += numbered[:1] if not together else []
     if len(candidates) > 1:
         names = " and ".join(map(repr, candidates))
         if first:
             log.warning("%s has captions in %s: the first is read", path, names)
             return (candidates[0],)
         raise ask(f"{path} has captions in {names}, choose one", "--caption-column", candidates[0])
-    numbered = [n for n in texts if _NUMBERED.fullmatch(n.strip().lower())]
-    if candidates or numbered:
-        stem = candidates[0].strip().lower() if candidates else ""
-        return (*candidates[:1], *(n for n in numbered if n.strip().lower().startswith(stem)))
+    if candidates or together:
+        return (*candidates, *together)
     if likely := [name for name in texts if "caption" in name.lower()]:
         names = " and ".join(map(repr, likely))
         what = f"{path} has no column called 'caption' or the like, and {names} may hold captions"
@@ -425,6 +430,8 @@ def _texts(value: Any) -> list[Any]:
             listed = parse_json(value, "")
             if listed and all(isinstance(item, str | None) for item in listed):
                 return list(listed)
+            if answers := _answers(listed):
+                return answers
         except ValueError:  # pandas has other quotes, and numpy no commas
             items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
             if items and not _ITEM.sub("", inner).strip():
@@ -434,8 +441,15 @@ def _texts(value: Any) -> list[Any]:
         return [str(value)]
     if not isinstance(value, list):
         return [value]
-    turns = [turn for turn in value if isinstance(turn, dict)]
-    return [turn.get("value") for turn in turns if turn.get("from") == "gpt"][:1] or value
+    return _answers(value) or value
+
+
+def _answers(turns: Sequence[Any]) -> list[Any]:
+    """Returns the first answer of a conversation, in a list; an empty list if there is none."""
+    turns = [turn for turn in turns if isinstance(turn, dict)]
+    answers = [turn.get("value") for turn in turns if turn.get("from") == "gpt"]
+    answers += [turn.get("content") for turn in turns if turn.get("role") == "assistant"]
+    return answers[:1]
 
 
 def _unquote(literal: str) -> str:
@@ -461,7 +475,7 @@ def _name(root: Path, value: Any) -> str:
 
     If a file below ``root`` has exactly this name, all stays.
     """
-    name = _plain(value) if isinstance(value, str) else ""
+    name = _plain(str(value)) if isinstance(value, str) or type(value) is int else ""
     bare = without_number(name.replace("\ufeff", "").strip()).replace("\\", "/")
     return name if name != bare and os.path.isfile(root / name) else bare
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +28,8 @@ _WANTED = (
 
 def pictures_of(images: Any) -> list[Picture | Tensor]:
     """Returns what was passed to `encode_image` as a list: one `Picture`, or several. An array
-    [N, H, W, 3] is N pictures."""
+    [N, H, W, 3] is N pictures. Raises ValueError for what has columns."""
+    _refuse_columns(images)
     if isinstance(images, np.ndarray) and images.ndim == 0:
         images = images.item()
     is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
@@ -107,11 +108,20 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
+def _refuse_columns(value: object) -> None:
+    """Raises ValueError for a row or a table, whose iteration gives names of columns."""
+    if isinstance(value, Mapping) or hasattr(value, "columns"):
+        raise ValueError(
+            f"got a {_kind(value)}, which has columns: give one, as in rows['caption']"
+        )
+
+
 def texts_of(texts: object) -> list[str]:
     """Returns what was passed to `encode_text` as a list: one text, or several.
 
-    Raises ValueError for what is no text.
+    Raises ValueError for what is no text, or has columns.
     """
+    _refuse_columns(texts)
     is_alone = isinstance(texts, str) or not isinstance(texts, Iterable)
     several = [texts] if is_alone else [*texts]  # type: ignore[misc]
     for number, text in enumerate(several):

@@ -227,7 +227,10 @@ def test_as_long_as_nothing_was_trained_a_corrected_call_goes_on(
 ) -> None:
     photos.write(tmp_path)
     came = stop_at_the_method(monkeypatch)
-    for options in (["train.lr=1"], ["train.lr=0.5", "data.max_bad_fraction=0.2"]):
+    with pytest.raises(TypeError, match="'lr'"):
+        call(tmp_path, lr=1)
+    assert not (tmp_path / "run").exists()
+    for options in ({"train.lr": np.float32(1)}, ["train.lr=0.5", "data.max_bad_fraction=0.2"]):
         with pytest.raises(ValueError, match="stopped here"):
             call(tmp_path, options=options)
     assert [config.train.lr for config in came] == [1, 0.5]
@@ -271,22 +274,22 @@ def test_a_run_that_was_moved_has_its_pictures_and_does_not_make_its_old_folder(
 ) -> None:
     folder, run = tuned
     before = run.report().read_text().count("data:image")
-    moved = tmp_path / "elsewhere/mine"
+    moved = tmp_path / "elsewhere/mine [1]"
     shutil.copytree(folder / "run", moved)
     with monkeypatch.context() as patched:
         patched.chdir(tmp_path)
         (folder / "run").rename(folder / "away")
         try:
-            opened = mclclip.Run.open("elsewhere/mine")
+            opened = mclclip.Run.open("elsewhere/mine [1]")
             page = opened.report().read_text()
-            same = api.configuration.load("elsewhere/mine/config.yaml")
-            other = api.configuration.load("elsewhere/mine/config.yaml", ["run_dir=new"])
+            same = api.configuration.load("elsewhere/mine [1]/config.yaml")
+            other = api.configuration.load("elsewhere/mine [1]/config.yaml", ["run_dir=new"])
         finally:
             assert not (folder / "run").exists()
             (folder / "away").rename(folder / "run")
     assert before and page.count("data:image") == before
-    assert same.run_dir == "elsewhere/mine" and other.run_dir == "new"
-    assert same.data.sources["mine"].shards == "elsewhere/mine/data/train/*.tar"
+    assert same.run_dir == "elsewhere/mine [1]" and other.run_dir == "new"
+    assert same.data.sources["mine"].shards == "elsewhere/mine [[]1]/data/train/*.tar"
     paths = [Path(one.path) for one in same.eval.suite.values() if one.path is not None]
-    assert {*map(str, paths)} == {"elsewhere/mine/data", "elsewhere/mine/pairs"}
+    assert {*map(str, paths)} == {"elsewhere/mine [1]/data", "elsewhere/mine [1]/pairs"}
     assert all((tmp_path / path).is_dir() for path in paths)

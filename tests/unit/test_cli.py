@@ -104,6 +104,12 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed() -> None:
         assert words[:3] == ["$", "mclclip", verb] and entry.parse_words(words[2:]).verb == verb
 
 
+@pytest.mark.parametrize("blank", [["--out", ""], ["--out="], ["--out", "x", ""]])
+def test_a_blank_word_is_refused(main: Any, blank: list[str], tmp_path: Path) -> None:
+    shown = main("pack", str(tmp_path), *blank)
+    assert shown.code == 2 and "is blank" in shown.err and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("words", "without_effect"),
     [

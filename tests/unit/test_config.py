@@ -160,6 +160,18 @@ def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
         load(None, ["run_dir=a", override])
 
 
+def test_a_run_that_was_moved_from_a_name_with_brackets_reads_its_own_shards(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run_state.json").write_text("{}")
+    sources = {"a": {"shards": "old [[]1]/train/*.tar"}, "b": {"shards": "old [1]/{0..3}.tar"}}
+    tree = {"run_dir": "old [1]", "data": {"sources": sources}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    found = config.load(tmp_path / "config.yaml").data.sources
+    assert found["a"].shards == f"{tmp_path}/train/*.tar"
+    assert found["b"].shards == f"{tmp_path}/{{0..3}}.tar"
+
+
 def test_a_missing_file_is_named_with_the_shipped_recipes(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no configuration file at .*none\.yaml") as caught:
         load(tmp_path / "none.yaml")

@@ -179,6 +179,26 @@ def test_what_is_finished_is_known_by_its_table(tmp_path: Path, images: Path) ->
         run(tmp_path, images, [["b.PNG", "1"]])
 
 
+def test_files_that_are_no_pictures_are_no_other_data(tmp_path: Path, images: Path) -> None:
+    for name in ("a", "b"):
+        (images / f"{name}.txt").write_text(name)
+    first = pack(images, tmp_path / "out")
+    (images / "Thumbs.db").write_bytes(b"a file of the system")
+    assert pack(images, tmp_path / "out") == first
+    (images / "a.txt").write_text("another text")
+    with pytest.raises(ValueError, match=r"other data: a\.txt"):
+        pack(images, tmp_path / "out")
+
+
+def test_a_missing_shard_and_a_file_for_a_folder_are_refused(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+    run(tmp_path, images, [["a.jpg", "1"], ["b.PNG", "2"]], samples_per_shard=1)
+    with pytest.raises(FileNotFoundError, match="1 of the 3 paths .*00002.tar"):
+        pack(Path(f"{out}/{{00000..00002}}.tar"), tmp_path / "again")
+    with pytest.raises(ValueError, match="00000.tar is a file"):
+        pack(images, out / "00000.tar", captions=tmp_path / "table.csv")
+
+
 def test_pictures_that_come_later_are_told_and_packed_by_force(
     tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,7 +78,10 @@ def test_the_texts_without_a_row_are_listed(
     np.save(some, np.load(data / "rows.npy")[3:])
     lines = (data / "rows.jsonl").read_text().splitlines(keepends=True)
     some.with_suffix(".jsonl").write_text("".join(lines[3:]))
-    suite = ("eval.suite.pairs.options.near_tie=1e-3", "eval.suite.gone={kind: mmvp, path: none_here}")
+    suite = (
+        "eval.suite.pairs.options.near_tie=1e-3",
+        "eval.suite.gone={kind: mmvp, path: none_here}",
+    )
     texts.run(options(data, tmp_path / "run", *suite, rows=some), SINGLE, missing=pairs)
     assert [line["text"] for line in tiny.rows(pairs)] == listed[:3]
     assert "gone" in caplog.text

@@ -88,6 +88,18 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
             for name, text in zip(NAMES, "ab", strict=True))),
         ["a", "b"], {},
     ),
+    "conversations as texts": (
+        lines({"image": "0.jpg",
+               "conversations": '[{"from": "human"}, {"from": "gpt", "value": "a"}]'},
+              {"image": "1.jpg", "conversations": '[{"role": "assistant", "content": "b"}]'}),
+        ["a", "b"], {},
+    ),
+    "numbers for names": (
+        lines({"image": 0, "caption": "a"}, {"image": 1, "caption": "b"}), ["a", "b"], {},
+    ),
+    "lines of a Windows shell": (
+        write("t.jsonl", '{"image": "0.jpg", "caption": "é"}\r\n'.encode("utf-16")), ["é"], {},
+    ),
     "lines in a .json": (
         write("t.json", '{"image": "0.jpg", "caption": "a"}\n{"image": "1.jpg", "caption": "b"}'),
         ["a", "b"], {},
@@ -311,6 +323,12 @@ def test_the_spelling_on_disk_is_said(tmp_path: Path) -> None:
         assert explained is not None and f"sub/caf{NFD}.jpg" in explained
     for name in ("a.jpg", "b.jpg", "sub/a.jpg", "", "..", "a.jpg/b"):
         assert explain_missing(tmp_path, name) is None
+
+
+def test_accents_that_are_stored_apart_are_found(folder: Path) -> None:
+    (folder / "0.jpg").rename(folder / f"caf{NFD}.jpg")
+    (folder / "t.csv").write_text(f"image,caption\ncaf{NFC}.jpg,a\ncaf{NFC},b\n1.jpg,c\n")
+    assert packed(folder, captions=folder / "t.csv") == (["a", "c"], {})
 
 
 @pytest.mark.parametrize(("text", "warns"), [("0 0.5 0.5 0.1 0.1", True), ("2 dogs", False)])

@@ -268,6 +268,14 @@ def saved_splits(at: Path, photos: Path) -> Path:
     return at / "saved"
 
 
+def tables_of_splits(photos: Path) -> Path:
+    for split in ("test", "train"):
+        (photos / split).mkdir()
+        write_csv(photos / split / "metadata.csv", ["file_name", "text"], PAIRS)
+    write_csv(photos / "classes.csv", ["id", "name"], [["0", "square"]])
+    return photos
+
+
 AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
     "two columns of paths": (
         lambda at, p: (p, write_csv(at / "t.csv", ["image", "path", "text"], [["b.png"] * 3])),
@@ -296,6 +304,25 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
         ),
         "captions in 'title' and 'text', choose one",
         "mclclip pack photos --captions t.jsonl --out out --caption-column title",
+    ),
+    "a title beside numbered captions": (
+        lambda at, p: (
+            p, write_csv(at / "t.csv", ["image", "title", "caption_0"], [["b.png", "x", "y"]])
+        ),
+        "captions in 'title' and 'caption_0', choose one",
+        "mclclip pack photos --captions t.csv --out out --caption-column title",
+    ),
+    "a file beside an address": (
+        lambda at, p: (
+            p, write_csv(at / "t.csv", ["text", "url", "file"], [["x", "http://h/1.png", "b.png"]])
+        ),
+        "no column of images",
+        "mclclip pack photos --captions t.csv --out out --path-column file",
+    ),
+    "tables of several splits among pictures": (
+        lambda at, p: (tables_of_splits(p), None),
+        "pictures without texts beside them, and train/metadata.csv",
+        "mclclip pack photos --out out --captions photos/train/metadata.csv",
     ),
     "a table among pictures": (
         lambda at, p: (write_csv(p / "captions.csv", ["image", "text"], PAIRS).parent, None),

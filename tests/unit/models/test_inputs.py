@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from PIL import Image
@@ -104,6 +105,7 @@ def test_a_converted_encoder_takes_pictures_and_texts(
         ["https://example.org/a.jpg"],
         [io.StringIO("text")],
         [b"no picture"],
+        {"image": []},
     ],
     ids=lambda images: "file of text" if str(images).startswith("[<_io") else str(images),
 )
@@ -122,6 +124,10 @@ def test_what_is_no_text_is_one_line_and_a_batch_has_a_row(encoder: Encoder, pat
         with pytest.raises(ValueError, match="text [01] is") as raised:
             encoder.encode_text(texts)
         assert "\n" not in str(raised.value)
+    for rows in ({"caption": ["a dog"]}, pandas.DataFrame({"caption": ["a dog"]})):
+        with pytest.raises(ValueError, match="which has columns: give one"):
+            encoder.encode_text(rows)
+    assert encoder.encode_text(pandas.Series(["a dog", "b"])).shape[0] == 2  # type: ignore[call-overload]
     for encode, given in ((encoder.encode_image, [path]), (encoder.encode_text, ["a dog"])):
         with pytest.raises(ValueError, match="batch_size"):
             encode(given, batch_size=0)
