@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from os.path import isfile
+from os.path import isdir, isfile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -108,8 +108,10 @@ def pack(
             "captions; name the column with --caption-column if one of these holds them",
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
+    is_input = isdir(table.path) or table.holds_images  # wherever it lies
+    images = "" if is_input else os.path.abspath(table.root)
     step = Shards(
-        images=table.path if isinstance(table.path, str) else os.path.abspath(table.root),
+        images=table.path if isinstance(table.path, str) else images,
         path_column=table.image_column,
         caption_column=tuple(table.caption_columns),
         samples_per_shard=samples_per_shard,
@@ -126,7 +128,8 @@ def pack(
 
 @dataclass(frozen=True)
 class Shards(Step[tuple[Table, Path, _FromFolder]]):
-    """Captioned pictures as shards; ``images`` is the folder or the url below which they lie."""
+    """Captioned pictures as shards; ``images`` is the folder below which a table names them, or the
+    url, and else empty: a folder of pictures, and a table that holds them, are inputs."""
 
     kind = "shards"
     images: str

@@ -185,6 +185,8 @@ def test_files_that_are_no_pictures_are_no_other_data(tmp_path: Path, images: Pa
     first = pack(images, tmp_path / "out")
     (images / "Thumbs.db").write_bytes(b"a file of the system")
     assert pack(images, tmp_path / "out") == first
+    images = images.rename(tmp_path / "another folder")
+    assert pack(images, tmp_path / "out") == first
     (images / "a.txt").write_text("another text")
     with pytest.raises(ValueError, match=r"other data: a\.txt"):
         pack(images, tmp_path / "out")
