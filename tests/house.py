@@ -33,11 +33,11 @@ from tests.unit.test_architecture import PACKAGE, edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 214,
-    "lines": 32_319,
-    "functions": 2_693,
+    "lines": 32_157,
+    "functions": 2_681,
     "functions of two lines or fewer": 759,
-    "classes": 330,
-    "dataclasses": 179,
+    "classes": 329,
+    "dataclasses": 178,
     "options": 192,
     "arrows between rooms": 326,
     "empty names": 3,

@@ -77,6 +77,18 @@ def _is_text(name: str) -> bool:
     return name.encode(errors="replace").decode() == name
 
 
+def _spellings(folder: str) -> dict[tuple[str, bool], list[str]]:
+    """Returns the names of a folder's pictures by their composed (NFC) names, beside True, and by
+    these without the suffix, beside False."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    spelt = defaultdict[tuple[str, bool], list[str]](list)
+    for name in (name for name in names if suffix_of(name) in PICTURE_SUFFIXES):
+        composed = unicodedata.normalize("NFC", name)
+        spelt[composed, True].append(name)
+        spelt[composed.rpartition(".")[0], False].append(name)
+    return spelt
+
+
 def find_pictures(
     names: Iterable[str],
     root: Path,
@@ -97,18 +109,8 @@ def find_pictures(
     Raises the error of ``ask``, of a message and a folder, if a name has files in two sub-folders.
     """
     names = [name for name in names if "\0" not in name]
-    base = os.path.abspath(root)
+    base, pictures_in = os.path.abspath(root), cache(_spellings)
     beside = os.path.abspath(table if table.is_dir() else table.parent)
-
-    @cache
-    def spellings(folder: str) -> dict[tuple[str, bool], list[str]]:
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        spelt = defaultdict[tuple[str, bool], list[str]](list)
-        for name in (name for name in names if suffix_of(name) in PICTURE_SUFFIXES):
-            composed = unicodedata.normalize("NFC", name)
-            spelt[composed, True].append(name)
-            spelt[composed.rpartition(".")[0], False].append(name)
-        return spelt
 
     def file_at(folder: str, name: str) -> str:
         path = os.path.join(folder, name)
@@ -116,7 +118,7 @@ def find_pictures(
             return path
         place, last = os.path.split(path)
         has_suffix = suffix_of(last) in PICTURE_SUFFIXES
-        fitting = spellings(place).get((unicodedata.normalize("NFC", last), has_suffix), [])
+        fitting = pictures_in(place).get((unicodedata.normalize("NFC", last), has_suffix), [])
         return os.path.join(place, fitting[0]) if len(fitting) == 1 else path
 
     for start in (base, *[beside] * beside.startswith(base + os.sep)):

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from os.path import isdir, isfile
+from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -108,10 +108,8 @@ def pack(
             "captions; name the column with --caption-column if one of these holds them",
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
-    is_input = isdir(table.path) or table.holds_images  # wherever it lies
-    images = "" if is_input else os.path.abspath(table.root)
     step = Shards(
-        images=table.path if isinstance(table.path, str) else images,
+        images=_place(table),
         path_column=table.image_column,
         caption_column=tuple(table.caption_columns),
         samples_per_shard=samples_per_shard,
@@ -128,8 +126,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Shards(Step[tuple[Table, Path, _FromFolder]]):
-    """Captioned pictures as shards; ``images`` is the folder below which a table names them, or the
-    url, and else empty: a folder of pictures, and a table that holds them, are inputs."""
+    """Captioned pictures as shards; ``images`` is their `_place`."""
 
     kind = "shards"
     images: str
@@ -255,6 +252,14 @@ def _describe_nothing_usable(table: Table, findings: Findings, from_folder: _Fro
         reasons += f". Its files are named from {table.root}; if they lie in another FOLDER: "
         reasons += from_folder(Path("FOLDER"))
     return f"no usable image in {table.path}: {reasons}"
+
+
+def _place(table: Table) -> str:
+    """Returns the folder or the url below which the table names its images, and "" for a folder of
+    pictures and for a table that holds them, which are inputs wherever they lie."""
+    if isinstance(table.path, str):
+        return table.path
+    return "" if table.path.is_dir() or table.holds_images else os.path.abspath(table.root)
 
 
 def _from_folder(table: Table, source: Path, command: Sequence[str], folder: Path) -> str:

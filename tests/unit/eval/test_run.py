@@ -45,7 +45,11 @@ def folder(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
 @pytest.mark.parametrize(
     "kind, options, message",
     [
-        ("mmvp", {"promt": "x"}, "option promt: Extra inputs .* options of mmvp: prompt"),
+        (
+            "mmvp",
+            {"promt": "x"},
+            "option promt: there is no such option .* options of mmvp: prompt",
+        ),
         ("attributes", {"attributes": []}, "option attributes: .*at least 1 item"),
         ("attributes", {"attributes": ["a", "a"]}, r"option attributes: got \['a', 'a'\]: .* once"),
         ("knn", {"k": 0}, "option k: .*greater than 0"),
