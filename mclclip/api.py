@@ -173,8 +173,14 @@ def finetune(
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number of numpy or torch as one of Python, else the text, such as of a path."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """Returns numbers of numpy or torch as Python's, and a path as a text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not hasattr(value, "tolist"):
+        raise TypeError(
+            f"options hold a {type(value).__name__}: give numbers, texts, lists or dicts"
+        )
+    return value.tolist()
 
 
 class FineTuning:

@@ -197,7 +197,7 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     for number, word in enumerate(argv):
         if not word or re.fullmatch(r"--[a-z-]+=", word):
             parser.error(
-                f"word {number + 1} ({word!r}) is blank: is a variable of the shell unset?"
+                f"word {number + 1} ({word!r}) is blank: set the variable, or leave it out"
             )
     args, more = parser.parse_known_args(argv)
     module = args.verb.replace("-", "_")

@@ -59,7 +59,7 @@ def _list(path: Path, roots: Roots, ask: Ask) -> list[Path]:
 
 
 def _files_of_folder(folder: Path, roots: Roots, ask: Ask) -> list[Path]:
-    refuse_unfinished([folder / "*"])  # else its in_progress.json would be offered as a table
+    refuse_unfinished([folder / "*" / "*"])  # else in_progress.json is offered as a table
     splits = sorted(path.parent for path in folder.glob("*/state.json"))
     if splits:
         names = ", ".join(path.name for path in splits)

@@ -107,9 +107,13 @@ def _lines(files: Sequence[Path]) -> Format:
             encoding = encoding_of(file.read(4))
             file.seek(0)
             lines = file if encoding == "utf-8-sig" else io.TextIOWrapper(file, encoding)
-            number = 0
-            while line := lines.readline(MAX_TEXT_BYTES):
-                number += 1
+            for number in itertools.count(1):
+                try:
+                    line = lines.readline(MAX_TEXT_BYTES)
+                except UnicodeError as error:
+                    raise ValueError(f"{path} line {number} cannot be read: {error}") from None
+                if not line:
+                    return
                 where = f"{path.name} line {number}"
                 if line.strip():
                     fields = parse_json(line.rstrip(), f"{path} line {number}", unique_keys=True)

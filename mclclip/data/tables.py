@@ -326,7 +326,8 @@ def _image_column(
     usual = present_columns(table.columns, IMAGE_COLUMNS)
     names = {name: value for name, value in table.columns.items() if isinstance(value, str)}
     paths = [name for name in usual if name in names and not _is_address(names[name])]
-    paths = paths or [name for name in usual if type(table.columns[name]) is int]  # 7 for 7.jpg
+    if not paths and not stored:  # 7 for 7.jpg
+        paths = [name for name in usual if type(table.columns[name]) is int]
     # Bytes may be something else, such as a hash or a thumbnail of the picture that a name is of.
     sure = [name for name in stored if name in usual or isinstance(table.columns[name], dict)]
     others = [name for name in stored if name not in sure]
@@ -430,8 +431,8 @@ def _texts(value: Any) -> list[Any]:
             listed = parse_json(value, "")
             if listed and all(isinstance(item, str | None) for item in listed):
                 return list(listed)
-            if answers := _answers(listed):
-                return answers
+            if any(isinstance(item, dict) and {"from", "role"} & {*item} for item in listed):
+                return _answers(listed) or [None]
         except ValueError:  # pandas has other quotes, and numpy no commas
             items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
             if items and not _ITEM.sub("", inner).strip():
@@ -448,7 +449,9 @@ def _answers(turns: Sequence[Any]) -> list[Any]:
     """Returns the first answer of a conversation, in a list; an empty list if there is none."""
     turns = [turn for turn in turns if isinstance(turn, dict)]
     answers = [turn.get("value") for turn in turns if turn.get("from") == "gpt"]
-    answers += [turn.get("content") for turn in turns if turn.get("role") == "assistant"]
+    for content in (t.get("content") for t in turns if t.get("role") == "assistant"):
+        parts = content if isinstance(content, list) else [{"text": content}]
+        answers += [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
     return answers[:1]
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from mclclip.models import config_check, tokenizer, transformers_folder, weights
 from mclclip.models.model import Model
 from mclclip.util import files
-from mclclip.util.options import prefix_errors
 
 _PROCESSOR = "image_processing_open_clip"  # module of `OpenClipImageProcessor`, copied into exports
 EXACT = "exact_processor"
@@ -136,9 +135,11 @@ def write_tokenizer(source: Path, model: Model, out: Path) -> None:
     files of another one come from ``source``, or from the hub or its cache. Raises
     FileNotFoundError if they are nowhere.
     """
-    names = f"{config_check.TOKENIZER_CONFIG} and tokenizer.json"
-    with prefix_errors(f"{source} has no files of its tokenizer: put {names} into it"):
+    try:
         text_tokenizer = tokenizer.fetch_tokenizer(model.tokenizer)
+    except FileNotFoundError as error:
+        lacks = f"{source} has no files of its tokenizer: put {config_check.TOKENIZER_CONFIG} and"
+        raise FileNotFoundError(f"{lacks} tokenizer.json into it: {error}") from None
     text_cfg = model.config["model_cfg"]["text_cfg"]
     if hasattr(text_tokenizer, "bpe_ranks"):
         reads_on = text_cfg.get("no_causal_mask") or text_cfg.get("embed_cls")

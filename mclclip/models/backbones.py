@@ -314,7 +314,7 @@ def _steps_of_eva(tower: Any, rope: Tensor | None) -> Sequence[Step]:
     """Returns Eva's blocks with their rotary position embedding: one for all, or one each."""
     trunk = tower.trunk
     if rope is None and trunk.rope is not None:
-        fixed = hasattr(trunk.rope, "feat_shape")
+        fixed = getattr(trunk.rope, "feat_shape", None) is not None  # else of images of any size
         rope = trunk.rope.get_embed(**({} if fixed else {"shape": trunk.patch_embed.grid_size}))
     if rope is not None and getattr(trunk, "rope_mixed", False):
         return [

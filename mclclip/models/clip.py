@@ -162,7 +162,8 @@ def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[st
     `state_dicts.complete_config`). Raises ValueError if the weights, or files beside them, say that
     they were trained with another activation."""
     model_cfg = config["model_cfg"]
-    is_clip = {"text_cfg", "vision_cfg"} <= {*model_cfg} and WIDTH not in model_cfg["text_cfg"]
+    text_cfg = model_cfg.get("text_cfg")
+    is_clip = "vision_cfg" in model_cfg and isinstance(text_cfg, Mapping) and WIDTH not in text_cfg
     if file is None or not is_clip or file.suffix in _BIG_VISION:
         return config
     with _loading(file):

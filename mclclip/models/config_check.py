@@ -151,6 +151,11 @@ def _check_fields(config: Mapping[str, Any], kinds: tuple[type, type, type], whe
     preprocessing = _mapping(config.get("preprocess_cfg", {}), f"preprocess_cfg of {where}")
     field_names = {item.name for item in fields(kinds[2])}
     preprocessing = {name: value for name, value in preprocessing.items() if name in field_names}
+    for name, modes in _MODES.items():  # open_clip's own assertion would have no message
+        if (mode := preprocessing.get(name)) is not None and mode not in modes:
+            raise ValueError(
+                f"{name} in preprocess_cfg of {where} is {brief(mode)}, wanted one of {modes}"
+            )
     # For null open_clip takes its default, or the field does not apply (patch_size of ResNets).
     parts = {
         name: {option: value for option, value in part.items() if value is not None}
@@ -181,11 +186,6 @@ def _check_fields(config: Mapping[str, Any], kinds: tuple[type, type, type], whe
             raise ValueError(
                 f"{name} in preprocess_cfg of {where} is {brief(preprocessing[name])}, wanted 3 "
                 "numbers"
-            )
-    for name, modes in _MODES.items():  # open_clip's own assertion would have no message
-        if (mode := preprocessing.get(name)) is not None and mode not in modes:
-            raise ValueError(
-                f"{name} in preprocess_cfg of {where} is {brief(mode)}, wanted one of {modes}"
             )
 
 

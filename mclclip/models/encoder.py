@@ -403,6 +403,9 @@ def load_concat(directory: Path, *, load_weights: bool = True) -> Encoder:
         raise ValueError(f"{path} names no stages: export it again")
     with weights.open_tensors(file) as tensors:
         names = {*tensors.keys()}
+    held = {name.partition(".")[0] for name in names} - {"shared"}
+    if not held <= {f"stage_{number}" for number in range(len(listed))}:
+        raise ValueError(f"{path} names {len(listed)} stages, its weights hold more: export again")
     first = load_towers(directory, load_weights=False)
     parameters = first.exported.named_parameters()
     shared = {id(item): item for name, item in parameters if f"shared.{name}" in names}

@@ -206,18 +206,21 @@ def fill(model: Any, tensors: dict[str, Tensor], where: str) -> None:
     ``where`` follows "the weights" in messages, for example "of FOLDER".
     """
     state, tensors = model.state_dict(), dict(tensors)
-    for name in ("logit_scale", "logit_bias"):  # exports hold them 0-dimensional
-        if name in state and name in tensors and tensors[name].numel() == state[name].numel():
-            tensors[name] = tensors[name].reshape(state[name].shape)
     if "logit_bias" in state:  # weights of CLIP, for a training with SigLIP's loss, have none
         tensors.setdefault("logit_bias", torch.zeros_like(state["logit_bias"]))
     left_out = ("position_ids", *_CONSTANTS)
     tensors = {n: t for n, t in tensors.items() if n in state or not n.endswith(left_out)}
-    with prefix_errors(f"the weights {where} do not fit the model"):
-        resize_picture_positions(model.visual, tensors, where, "visual.")
-        _resize_text_positions(getattr(model, "text", model), tensors, state, where)
-        check_names(tensors, state)
-    model.load_state_dict(tensors, strict=False)
+    try:
+        for name in ("logit_scale", "logit_bias"):  # exports hold them 0-dimensional
+            if name in state and name in tensors and tensors[name].numel() == state[name].numel():
+                tensors[name] = tensors[name].reshape(state[name].shape)
+        with prefix_errors(f"the weights {where} do not fit the model"):
+            resize_picture_positions(model.visual, tensors, where, "visual.")
+            _resize_text_positions(getattr(model, "text", model), tensors, state, where)
+            check_names(tensors, state)
+        model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:  # such as of sparse tensors, or of ones without values
+        raise ValueError(f"the weights {where} do not load ({weights.one_line(error)})") from error
     weights.refuse_not_finite(model, where)
 
 

@@ -116,8 +116,13 @@ class ImageLayout(TowerLayout):
     start: Callable[[Any, Tensor], tuple[Tensor, Any]] | None = None
     steps: Callable[[Any, Any], Sequence[Step]] | None = None
 
+    def _check(self, num_blocks: int) -> None:
+        if not 0 <= num_blocks <= len(self.blocks):
+            raise ValueError(f"the image tower has {len(self.blocks)} blocks, got {num_blocks}")
+
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
         """Runs the first `num_blocks` blocks on images [B, 3, H, W]; for 0 returns the images."""
+        self._check(num_blocks)
         if num_blocks == 0:
             return images
         hidden, steps = self._begin(tower, images)
@@ -140,6 +145,7 @@ class ImageLayout(TowerLayout):
         keeping activations. Raises ValueError for features before the projection if the attention
         pool is the projection.
         """
+        self._check(num_blocks)
         if not project and self.pooled_dim is None:
             raise ValueError(
                 "the image tower's attention pool is its projection, so it has no features before "
@@ -397,8 +403,9 @@ CONTEXT = 77  # open_clip's default
 def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model config with a context of 20 + 4 (L - 20) tokens in the place of L.
 
-    Raises ValueError for a model without a text tower, for a text tower of Hugging Face, and for a
-    context of 20 tokens or less, or of more than 77, since that was stretched before.
+    Raises ValueError for a model without a text tower, for a text tower of Hugging Face or with a
+    class token (``embed_cls``), and for a context of 20 tokens or less, or of more than 77, since
+    that was stretched before.
     """
     text = dict(model_cfg.get("text_cfg") or {})
     length, reason = text.get("context_length", CONTEXT), ""
@@ -406,6 +413,8 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
         reason = "the model has no text tower"
     elif text.get("hf_model_name"):
         reason = f"the text tower is {text['hf_model_name']} of Hugging Face"
+    elif text.get("embed_cls"):
+        reason = "the text tower has a class token after the text (embed_cls)"
     elif length <= UNCHANGED:
         reason = f"the text tower has a context of {length} tokens, wanted more than {UNCHANGED}"
     elif (longer := UNCHANGED + _RATIO * (length - UNCHANGED)) > LONGEST:

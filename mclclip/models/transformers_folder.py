@@ -408,14 +408,19 @@ def _find_weights(directory: Path) -> list[Path]:
     if (directory / "adapter_config.json").exists():
         raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
     index, names = directory / "model.safetensors.index.json", ["model.safetensors"]
+    there = {path.name for path in directory.iterdir()}
+    if not index.is_file() and names[0] not in there:
+        alone = [name for name in there if name.endswith(".safetensors")]
+        names = alone if len(alone) == 1 else names
     if index.is_file():
         record = files.read_model_json(index)
         parts = record.get("weight_map") if isinstance(record, Mapping) else None
         names = sorted({*map(str, parts.values())}) if isinstance(parts, Mapping) else []
-    if not names or not {*names} <= {path.name for path in directory.iterdir()}:
+    if not names or {*names} - there:
+        missing = min({*names} - there, default="weights in its index")
         raise ValueError(
-            f"{directory} has no {names[0] if names else 'weights in its index'}: save the model "
-            "with transformers' save_pretrained, since files of other kinds could run code"
+            f"{directory} has no {files.printable(missing)}: save the model with transformers' "
+            "save_pretrained, since files of other kinds could run code"
         )
     return [directory / name for name in names]
 

@@ -248,6 +248,8 @@ def check_header(path: Path) -> None:
 
     It lists the tensors; one of a million tensors would take half a minute to read.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file: give a safetensors file")
     with open(path, "rb") as file:
         size_bytes = int.from_bytes(file.read(8), "little")
     if size_bytes > _MOST_HEADER_BYTES:

@@ -94,6 +94,12 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
               {"image": "1.jpg", "conversations": '[{"role": "assistant", "content": "b"}]'}),
         ["a", "b"], {},
     ),
+    "an answer in parts, and a conversation without one": (
+        lines({"image": "0.jpg", "conversations": json.dumps(
+                [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}])},
+              {"image": "1.jpg", "conversations": '[{"from": "human", "value": "?"}]'}),
+        ["a"], {"empty_caption": 1, "no_caption": 1},
+    ),
     "numbers for names": (
         lines({"image": 0, "caption": "a"}, {"image": 1, "caption": "b"}), ["a", "b"], {},
     ),
@@ -306,6 +312,9 @@ def test_shards_of_an_unfinished_pack_are_refused(folder: Path) -> None:
     for source in (out, out / "*.tar"):
         with pytest.raises(ValueError, match="out is not finished"):
             pack(source, folder.parent / "two")
+    (out / "00000.tar").unlink()
+    with pytest.raises(ValueError, match="out is not finished"):  # and no table in_progress.json
+        pack(out, folder.parent / "two")
 
 
 # --- names that are spelt otherwise than on disk -----------------------------------------------

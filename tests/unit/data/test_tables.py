@@ -254,6 +254,10 @@ def test_other_bytes_beside_names_of_pictures(tmp_path: Path, photos: Path) -> N
     with pytest.raises(ValueError, match="'image' and 'thumbnail', choose one") as caught:
         pack(photos, tmp_path / "other", captions=thumbnails)
     assert "--path-column image" in str(caught.value)
+    columns = {"image": [7, 8, 9], "jpg": data, "text": names}  # a number beside bytes is no name
+    numbered = parquet(photos / "ids.parquet", pa.table(columns))
+    pack(photos, tmp_path / "numbered", captions=numbered)
+    assert packed(tmp_path / "numbered") == packed(tmp_path / "out")
 
 
 def hub_splits(at: Path, photos: Path) -> Path:

@@ -126,11 +126,13 @@ def _loader(directory: Path) -> Callable[[], str]:
 PREPROCESS: list[tuple[Any, str]] = [
     ({"std": [0, 0, 0]}, "std in preprocess_cfg .* above 0"),
     ({"mean": [0.5]}, "mean in preprocess_cfg .* wanted 3"),
+    ({"mode": "L"}, "mode in preprocess_cfg"),
     ({"resize_mode": "odd"}, "resize_mode in preprocess_cfg"),
     ([], "preprocess_cfg .* is list"),
 ]
 JOINED: list[tuple[Any, str]] = [
     ({"stages": "many"}, "names no stages"),
+    ({"stages": ["stage_0"]}, "names 1 stages, its weights hold more"),
     ({"variant": ["raw"]}, "variant"),
 ]
 

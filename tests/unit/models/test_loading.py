@@ -177,3 +177,14 @@ def test_weights_are_as_readable_as_their_folder_s_other_files(tmp_path: Path) -
     (tmp_path / "other").touch()
     modes = {path.stat().st_mode for path in tmp_path.iterdir()}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_tensors_that_cannot_be_copied_are_one_line(vit: Model, tmp_path: Path, kind: str) -> None:
+    state = {name: tensor.clone() for name, tensor in vit.exported.state_dict().items()}
+    for name in ("logit_scale", "visual.proj"):
+        odd = state[name].to_sparse() if kind == "sparse" else state[name].to("meta")
+        torch.save(state | {name: odd}, tmp_path / "w.pt")
+        with pytest.raises(ValueError, match="w.pt") as raised:
+            load_towers(vit.config["model_cfg"], str(tmp_path / "w.pt"))
+        assert "\n" not in str(raised.value)

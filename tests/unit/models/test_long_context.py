@@ -95,6 +95,7 @@ def test_short_texts_keep_their_features_and_long_ones_are_read(
         ({"text_cfg": {"context_length": 20}}, "has a context of 20 tokens, wanted more than 20"),
         ({"text_cfg": {"context_length": 248}}, "248 tokens would become 932, wanted 248 at most"),
         ({"text_cfg": {"hf_model_name": "roberta-base"}}, "is roberta-base of Hugging Face"),
+        ({"text_cfg": {"embed_cls": True}}, "has a class token after the text"),
         ({"text_cfg": None}, "the model has no text tower"),
     ],
 )

@@ -113,6 +113,21 @@ def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
             assert pooled.shape == (4, model.layout.pooled_dim)
             assert torch.equal(projected(model, pooled) if kind != "attention" else pooled, whole)
     assert whole.std(dim=0).mean() > 0.001  # the tower tells images apart
+    with pytest.raises(ValueError, match=f"has {model.num_blocks} blocks"):
+        model.encode_trunk(images, model.num_blocks + 1)
+
+
+def test_a_tower_with_positions_for_images_of_any_size_is_split(images: Tensor) -> None:
+    vision = {
+        "backbone": "timm:vit_small_patch16_dinov3",
+        "image_size": 32,
+        "options": {"depth": 2},
+    }
+    model = load_towers({"vision_cfg": vision}).eval()
+    with torch.no_grad():
+        for num_blocks in range(3):
+            split = model.encode_tail(model.encode_trunk(images, num_blocks), num_blocks)
+            assert torch.equal(split, model.encode_image(images))
 
 
 def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:

@@ -159,6 +159,9 @@ def _damage_weights(folder: Path, what: str) -> None:
     match what:
         case "pickle":
             (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        case "several":
+            shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
+            (folder / "model.safetensors").rename(folder / "b.safetensors")
         case "outside":
             shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
             index = {"metadata": {}, "weight_map": {"logit_scale": "../outside.safetensors"}}
@@ -194,6 +197,7 @@ DAMAGES: list[tuple[str, dict[str, Any] | None, str]] = [
     ("preprocessor_config", {"do_resize": False}, "does not resize pictures"),
     ("preprocessor_config", {"size": {"shortest_edge": 40}}, r"40.* pixels, the model takes"),
     ("outside", None, "has no ../outside.safetensors"),
+    ("several", None, "has no model.safetensors"),
     ("another name", None, "the weights have no logit_scale"),
     ("not finite", None, "not finite"),
     ("pickle", None, "has no .*safetensors"),
