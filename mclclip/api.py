@@ -155,6 +155,9 @@ def finetune(
     with others; ``force`` moves aside the artifacts that differ and makes them again. Ctrl-C raises
     KeyboardInterrupt after a training has saved its state; the same call then goes on.
     """
+    for name, value in {"images": images, "captions": captions, "base": base, "out": out}.items():
+        if value is not None and not str(value).strip():
+            raise ValueError(f"{name} is blank")
     inspect.signature(pack.pack).bind(images, out, **packing)  # raises TypeError
     overrides = [*options]
     if isinstance(options, Mapping):
@@ -203,7 +206,11 @@ class FineTuning:
         self.force, self.packing = force, packing
 
     def process_options(self) -> Config:
-        """Returns the options of the process, which are needed before settings are chosen."""
+        """Returns the options of the process, which are needed before settings are chosen. Raises
+        ValueError for a folder of the run that is a file, or the folder of the pictures."""
+        if self.out.is_file() or self.out.resolve() == self.images.resolve():
+            what = "a file" if self.out.is_file() else "the folder of the pictures"
+            raise ValueError(f"--out {self.out} is {what}: give a new folder")
         top = [each for each in self.overrides if "." not in each.partition("=")[0]]
         if run_dirs := [each for each in top if each.startswith("run_dir=")]:
             raise ValueError(
@@ -223,11 +230,13 @@ class FineTuning:
 
         ``samples``: the number of pictures; None counts them. Writes and downloads nothing.
         """
+        self.process_options()
         self._check_held_out()
         if samples is None:
             names = {"captions": self.captions, "base": self.base, "out": self.out}
             table = self._open_table(advice.words_of("finetune", self.images, **names))
-            samples = _count(table) or sum(1 for _ in table.rows(Findings()))
+            counted = _count(table)
+            samples = sum(1 for _ in table.rows(Findings())) if counted is None else counted
         machine = Machine(memory_gib=gpu_gib, elsewhere=True)
         situation = Situation(
             self.base, self._count_training(samples), self.out / "data", self.out, machine,

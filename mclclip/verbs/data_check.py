@@ -123,7 +123,7 @@ def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Itera
         text += f", such as {', '.join(read.index.names([*bad][:3]))}"
     if too_many := len(bad) > most * len(ids):
         text += f": fetch them again, or raise data.max_bad_fraction ({most})"
-    yield Finding("FAIL" if too_many else "ok", "decoding", text)
+    yield Finding("FAIL" if too_many else "warn" if bad else "ok", "decoding", text)
     for name, some in sorted(odd.items()):
         text = f"{len(some):,} {REASONS[name]}, e.g. {some[0]}"
         yield finding(name.replace("_", " "), text, "see that they show what their captions say")

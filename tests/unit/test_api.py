@@ -166,6 +166,11 @@ def test_a_dry_run_refuses_pictures_without_captions(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     with pytest.raises(ValueError, match="--captions"):
         tuning(tmp_path).dry_run(None, None)
+    table = tmp_path / "t.csv"
+    table.write_text("image,caption\n" + "".join(f"{number}.jpg,a\n" for number in range(130)))
+    with pytest.raises(ValueError, match="too few pictures .*: 0 "):
+        tuning(tmp_path, captions=table).dry_run(None, None)
+    table.unlink()
     (tmp_path / "7.txt").write_text("a caption")
     assert "base:" in tuning(tmp_path).dry_run(None, None)
 
@@ -229,6 +234,12 @@ def test_as_long_as_nothing_was_trained_a_corrected_call_goes_on(
     came = stop_at_the_method(monkeypatch)
     with pytest.raises(TypeError, match="'lr'"):
         call(tmp_path, lr=1)
+    for name in ("out", "captions", "base"):
+        with pytest.raises(ValueError, match=f"{name} is blank"):
+            call(tmp_path, **{name: ""})
+    for out in (tmp_path, tmp_path / "captions.csv"):
+        with pytest.raises(ValueError, match="give a new folder"):
+            call(tmp_path, out=out)
     assert not (tmp_path / "run").exists()
     for options in ({"train.lr": np.float32(1)}, ["train.lr=0.5", "data.max_bad_fraction=0.2"]):
         with pytest.raises(ValueError, match="stopped here"):
