@@ -152,8 +152,9 @@ def finetune(
     are. ``packing``: arguments of ``mclclip pack``, such as ``caption_column``.
 
     Raises ValueError or FileNotFoundError for wrong arguments, such as an ``out`` that was begun
-    with others; ``force`` moves aside the artifacts that differ and makes them again. Ctrl-C raises
-    KeyboardInterrupt after a training has saved its state; the same call then goes on.
+    with others, and TypeError for arguments that neither it nor ``pack`` has; ``force`` moves aside
+    the artifacts that differ and makes them again. Ctrl-C raises KeyboardInterrupt after a training
+    has saved its state; the same call then goes on.
     """
     for name, value in {"images": images, "captions": captions, "base": base, "out": out}.items():
         if value is not None and not str(value).strip():
@@ -161,7 +162,7 @@ def finetune(
     inspect.signature(pack.pack).bind(images, out, **packing)  # raises TypeError
     overrides = [*options]
     if isinstance(options, Mapping):
-        overrides = [f"{n}={json.dumps(v, default=_plain)}" for n, v in options.items()]
+        overrides = [f"{n}={json.dumps(v)}" for n, v in files.as_json({**options}).items()]
     in_notebook = "ipykernel" in sys.modules and not log.handlers
     if in_notebook or not log.hasHandlers():  # nothing else would show the progress
         runlog.setup(failures.number_of("RANK", 0))
@@ -173,17 +174,6 @@ def finetune(
     with signals.save_on_interrupt():
         process.run(tuning.process_options(), "finetune", tuning.run)
     return Run.open(out)
-
-
-def _plain(value: Any) -> Any:
-    """Returns numbers of numpy or torch as Python's, and a path as a text."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if not hasattr(value, "tolist"):
-        raise TypeError(
-            f"options hold a {type(value).__name__}: give numbers, texts, lists or dicts"
-        )
-    return value.tolist()
 
 
 class FineTuning:

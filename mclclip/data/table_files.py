@@ -126,10 +126,10 @@ def _likeliest_first(tables: Sequence[Path], folder: Path) -> list[Path]:
     """Sorts tables in a folder: those of pictures first, of these those of a training split."""
 
     def rank(path: Path) -> tuple[bool, bool, Path]:
-        split = "train" not in str(path.relative_to(folder))
+        is_other = "train" not in str(path.relative_to(folder))
         with suppress(OSError):  # it may not be read
-            return path.suffix.lower() in DELIMITERS and not is_table(path), split, path
-        return True, split, path
+            return path.suffix.lower() in DELIMITERS and not is_table(path), is_other, path
+        return True, is_other, path
 
     return sorted(tables, key=rank)
 

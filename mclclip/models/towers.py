@@ -116,13 +116,13 @@ class ImageLayout(TowerLayout):
     start: Callable[[Any, Tensor], tuple[Tensor, Any]] | None = None
     steps: Callable[[Any, Any], Sequence[Step]] | None = None
 
-    def _check(self, num_blocks: int) -> None:
+    def _check_number(self, num_blocks: int) -> None:
         if not 0 <= num_blocks <= len(self.blocks):
             raise ValueError(f"the image tower has {len(self.blocks)} blocks, got {num_blocks}")
 
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
         """Runs the first `num_blocks` blocks on images [B, 3, H, W]; for 0 returns the images."""
-        self._check(num_blocks)
+        self._check_number(num_blocks)
         if num_blocks == 0:
             return images
         hidden, steps = self._begin(tower, images)
@@ -145,7 +145,7 @@ class ImageLayout(TowerLayout):
         keeping activations. Raises ValueError for features before the projection if the attention
         pool is the projection.
         """
-        self._check(num_blocks)
+        self._check_number(num_blocks)
         if not project and self.pooled_dim is None:
             raise ValueError(
                 "the image tower's attention pool is its projection, so it has no features before "

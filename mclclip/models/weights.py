@@ -244,7 +244,8 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def check_header(path: Path) -> None:
-    """Raises ValueError if the header of a safetensors file is longer than any model's.
+    """Raises ValueError if the header of a safetensors file is longer than any model's, and
+    FileNotFoundError if there is no file.
 
     It lists the tensors; one of a million tensors would take half a minute to read.
     """

@@ -93,8 +93,9 @@ def _plain(value: Any) -> Any:
     """Converts a path to text and a numpy number to a number, since JSON cannot hold them."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    assert isinstance(value, np.generic), f"{value!r} does not fit into JSON"
-    return value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {value!r} does not fit into JSON")
 
 
 @contextmanager

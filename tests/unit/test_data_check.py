@@ -82,6 +82,9 @@ def test_what_is_wrong_is_told_with_the_remedy(tmp_path: Path) -> None:
     lines = found(settings(tmp_path, "train.global_batch=32"), tmp_path)
     bad = lines["decoding"]
     assert bad.state == "FAIL" and "1 of 46 cannot be used (1 truncated)" in bad.text
+    few = settings(tmp_path, "train.global_batch=32", "data.max_bad_fraction=0.1")
+    (tmp_path / "again").mkdir()
+    assert found(few, tmp_path / "again")["decoding"].state == "warn"
     warned = {name for name, each in lines.items() if each.state == "warn"}
     assert {"copies", "caption length", "equal captions"} <= warned
     assert "44% are enlarged to the model's 32" in lines["sizes"].text

@@ -460,12 +460,21 @@ def test_replacements_are_deterministic_and_known_bad_ids_change_nothing(
 
 def test_a_batch_of_nearly_all_samples_takes_any_other_and_one_of_all_ends(tmp_path: Path) -> None:
     index = make_index(tmp_path, {11, 12})
-    batches = make(index, global_batch=200, policy="backoff", transform=plain)
-    num_replaced = 0
-    for batch in (batches[step] for step in range(8)):
-        assert not {11, 12} & set(batch.sample_id.tolist())
-        assert len(set(batch.sample_id.tolist())) >= 199  # two may have taken one sample
-        num_replaced += len(batch.replaced)
-    assert num_replaced > 8
+    some: dict[str, Any] = {"global_batch": 200, "policy": "backoff", "transform": plain}
+    single, knowing = make(index, **some), make(index, **some, bad_ids=np.array([11, 12]))
+    ranks = [make(index, **some, rank=rank, world_size=2) for rank in range(2)]
+    order, of_other_columns = single.grouped.sample_ids.tolist(), 0
+    for step in range(8):
+        planned = single.plan(step).batch(0).ids.tolist()
+        taken = single[step].sample_id.tolist()
+        assert_equal(knowing[step], single[step])
+        assert [i for part in ranks for i in part[step].sample_id.tolist()] == taken
+        for column, (before, after) in enumerate(zip(planned, taken, strict=True)):
+            if before not in {11, 12}:
+                assert after == before
+                continue
+            assert after not in {11, 12, *planned}
+            of_other_columns += after not in order[column::200]
+    assert of_other_columns
     with pytest.raises(RuntimeError, match="test/0001[12] .*(unidentified).*lower the global"):
         make(index, global_batch=240, policy="backoff", transform=plain)[0]

@@ -73,7 +73,7 @@ def test_a_file_is_on_disk_before_its_name_is(
 
 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="does not fit into JSON"):
+    with pytest.raises(TypeError, match="does not fit into JSON"):
         files.write_json(tmp_path / "a.json", {"thing": object()})
     assert not list(tmp_path.iterdir())
     (tmp_path / "a.json").write_text('{"step": ')
