@@ -204,14 +204,17 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     args.function = _FUNCTIONS.get(args.verb) or _function(f"verbs.{module}.run")
     if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):
         wrong = " ".join(word for word in more if word.startswith("-")) or " ".join(more)
-        how = ", and options of the configuration are key.path=value, such as train.lr=1e-5"
-        how = how if hasattr(args, "overrides") else ""
+        flag = wrong.split()[0].partition("=")[0]
         see = f"'mclclip {args.verb} --help' lists the flags"
-        if wrong.startswith("-"):
+        how = ", and options of the configuration are key.path=value"
+        if flag.startswith("-"):
             from mclclip.util.options import nearest
 
             flags = [flag for action in args.parser._actions for flag in action.option_strings]
-            see = f"nearest: {', '.join(nearest(wrong.split()[0].partition('=')[0], flags))}; {see}"
+            if near := nearest(flag, flags, cutoff=0.6):
+                see = f"nearest: {', '.join(near)}; {see}"
+            how += f": 'mclclip config --explain {flag.strip('-').replace('-', '_')}' finds them"
+        how = how if hasattr(args, "overrides") else ""
         parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
     if more:
         args.overrides += more

@@ -48,7 +48,12 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             from mclclip.util.options import nearest
 
-            near = nearest(str(value), map(str, action.choices or ()))
+            choices = action.choices or ()
+            near = nearest(str(value), map(str, choices))
+            if isinstance(choices, dict):  # of verbs, one of which may have a flag of this name
+                flag = f"--{value}"
+                with_flag = (v for v, p in choices.items() if flag in p._option_string_actions)
+                near = [f"{verb} {flag}" for verb in with_flag] or near
             error.message += f", nearest: {', '.join(near)}"
             raise
 

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from mclclip.config.options import Config
+from mclclip.config.reading import ELSEWHERE
 from mclclip.eval import protocols
 from mclclip.objectives.base import ObjectiveOptions, Sum, kinds, options_class
 from mclclip.util.options import nearest
@@ -45,8 +46,9 @@ class Option(NamedTuple):
 def explain(key: str) -> str:
     """Returns a text about the options whose keys begin with ``key``.
 
-    A later part of a key, such as ``lr``, finds all options that have it. An empty key gives all
-    options but those of ``base`` and ``trained_model``, which repeat ``train`` and ``model``.
+    A later part of a key, such as ``lr``, finds all options that have it, and so does its name in
+    other programs, such as ``learning_rate``. An empty key gives all options but those of ``base``
+    and ``trained_model``, which repeat ``train`` and ``model``.
     Raises ValueError, with the nearest keys, if there is no such option.
     """
     every = list(options())
@@ -55,7 +57,8 @@ def explain(key: str) -> str:
     else:
         matches = [option for option in every if _begins(option.key, key, whole=True)]
         matches = matches or [option for option in every if _begins(option.key, key)]
-        matches = matches or [option for option in every if f".{key}" in option.key]
+        words = (f".{key}", f".{ELSEWHERE.get(key, key)}")
+        matches = matches or [option for option in every if any(w in option.key for w in words)]
     if not matches:
         near = ", ".join(nearest(key, {option.key for option in every}))
         raise ValueError(f"there is no option {key!r} (nearest: {near})")

@@ -164,7 +164,10 @@ def _drop_options_of_other_kinds(objective: dict[str, Any]) -> None:
             del objective[name]
 
 
-_ELSEWHERE = {"batch_size": "global_batch", "learning_rate": "lr", "arch": "name"}
+ELSEWHERE = {
+    "batch_size": "global_batch", "learning_rate": "lr", "wd": "weight_decay", "arch": "name",
+    "workers": "num_workers", "accum_freq": "micro_batch", "train_data": "shards",
+}  # fmt: skip
 """Names that options have in other programs, which are spelt unlike ours."""
 
 
@@ -177,7 +180,7 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     name = dotted(path)
     if problem["type"] in UNKNOWN:
         valid = _fields_at(path[:-1], tree)
-        word = _ELSEWHERE.get(path[-1], path[-1])
+        word = ELSEWHERE.get(path[-1], path[-1])
         groups = [g for g, hint in typing.get_type_hints(Config).items() if _options_in(hint)]
         places = [[], *([group] for group in groups)] if word not in valid else []
         near = [dotted([*place, word]) for place in places if word in _fields_at(place, tree)]

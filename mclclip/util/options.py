@@ -86,9 +86,11 @@ def prefix_errors(prefix: str) -> Iterator[None]:
         raise kind(f"{prefix}: {error}") from None
 
 
-def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """The ``count`` choices whose spelling is nearest to a word, best first."""
-    return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=0.0)
+def nearest(word: str, choices: Iterable[str], count: int = 3, cutoff: float = 0.0) -> list[str]:
+    """The ``count`` choices whose spelling is nearest to a word, best first.
+
+    ``cutoff``: the least similarity, 1 for the same spelling."""
+    return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=cutoff)
 
 
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")

@@ -232,7 +232,9 @@ def test_a_first_line_needs_nothing_heavy(
     ("words", "near"),
     [
         ("trian --stage 1", "nearest: train, "),
-        ("make-dataset patterns --out x --samples 1", "--samples (nearest: "),
+        ("make-dataset patterns --out x --samples 1", "--samples ("),
+        ("plan", "nearest: config --plan"),
+        ("train --stage 1 --batch-size 64", "config --explain batch_size"),
         ("finetune photos --base x --out y --caption c.csv", "--caption (nearest: --captions, "),
         ("make-dataset cifar-10 --out x", "nearest: cifar10, "),
     ],
@@ -369,7 +371,7 @@ def test_an_unknown_option_is_recorded_for_the_launcher(
     monkeypatch.setenv("MCLCLIP_STATE_FILE", str(tmp_path / "state.json"))
     assert main("train", "--config=c.yaml", "--stage=1", "--bogus").code == 2
     state = json.loads((tmp_path / "state.json").read_text())
-    assert state["exit_code"] == 2 and "--bogus (nearest: " in state["reason"]
+    assert state["exit_code"] == 2 and "--bogus (" in state["reason"]
 
 
 def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,7 @@ def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys() -> Non
         "train.checkpoint.ke": ["train.checkpoint.keep", "train.checkpoint.keep_every"],
         "data.sources.cc12m.shards": ["data.sources.NAME.shards"],
         "betas": ["base.betas", "train.betas"],
+        "accum_freq": ["base.engine.micro_batch", "train.engine.micro_batch"],  # of open_clip
     }.items():
         blocks = explaining.explain(key).split("\n\n")
         assert [block.split()[0] for block in blocks] == keys
