@@ -83,7 +83,7 @@ class Comparison:
             return (
                 "; the interval is of this difference alone, p is corrected over "
                 f"{self.family} comparisons"
-                if self.family > 1
+                if self.difference.p_value < LEVEL
                 else "; the interval is a bootstrap, the verdict goes by p"
             )
         if not excludes and self.corrected < LEVEL:

@@ -422,10 +422,10 @@ def _table_rows(root: Path, table: str, part: Part | None = None, *, several: bo
             rows.append((below(root, file, line), label.strip(), 1))
     times = Counter(image for image, _, _ in rows)
     if not several and (twice := [image for image, count in times.items() if count > 1]):
-        raise ValueError(
-            f"{path} has {twice[0]} more than once: several labels of an image want "
-            "metric=map_11_point"
-        )
+        labels = {label for image, label, _ in rows if image == twice[0]}
+        remedy = "several labels of an image want metric=map_11_point"
+        remedy = remedy if len(labels) > 1 else f"leave the row with the label {min(labels)!r} once"
+        raise ValueError(f"{path} has {twice[0]} more than once: {remedy}")
     return rows
 
 

@@ -261,6 +261,8 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
     if a.truth is not None:
         tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
         p_value, test = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn))), "bootstrap"
+        if not tail:
+            p_value = min(p_value, _normal_p(value, float(drawn.std())))
         if value and high - low < 1e-12:
             (low, high, p_value), test = sign_test(a, value), "sign test over units"
         return Difference(value, low, high, p_value, test, None, None, num_units, None)
@@ -318,8 +320,19 @@ def permutation(values: FloatArray) -> float:
     for size, count in zip(sizes, counts, strict=True):
         sums += size * (2.0 * rng.binomial(count, 0.5, draws) - count)
     # Sums in another order round differently: 1e-9 lets those that are equal count as reached.
-    reached = np.count_nonzero(np.abs(sums) >= abs(float(rounded.sum())) - 1e-9 * sizes.sum())
-    return (1 + int(reached)) / (1 + draws)
+    total = abs(float(rounded.sum()))
+    reached = int(np.count_nonzero(np.abs(sums) >= total - 1e-9 * sizes.sum()))
+    if not reached:
+        normal = _normal_p(total, math.sqrt(float(counts @ sizes**2)))
+        return min(1 / (1 + draws), max(normal, 2.0 ** (1 - int(counts.sum()))))
+    return (1 + reached) / (1 + draws)
+
+
+def _normal_p(value: float, deviation: float) -> float:
+    """The two-sided p-value of a normal variable around 0. It stands for that of draws where none
+    of them is as far from 0: the least p-value of draws, 1 / (1 + their number), would be above any
+    level once it is corrected over many comparisons."""
+    return math.erfc(abs(value) / (deviation * math.sqrt(2))) if deviation else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mclclip.eval.classification import Metric, check_metric
 from mclclip.eval.images import CLASS_NAMES, as_words, class_names, class_shards, labels_of
 from mclclip.util.files import needed, parse_json, read_json
 
@@ -102,8 +103,7 @@ def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
     names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold an object of label: name, or a list of names")
-    checked: dict[str, str] | list[str] = tree
-    return checked
+    return {n.strip(): name for n, name in tree.items()} if isinstance(tree, dict) else list(tree)
 
 
 def _lines(path: Path) -> list[str]:
@@ -164,17 +164,19 @@ def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
 
     ``templates`` is a list of them; a name of ``TEMPLATES``; ``clip_benchmark:DATASET``, for those
     of clip-benchmark for a data set (needs the extra ``eval``); or a file below ``root``, text with
-    a template per line or a ``.json`` with a list. Raises ValueError for anything else.
+    a template per line or a ``.json`` with a list. ``{c}``, as clip-benchmark writes it, is read as
+    ``{}``. Raises ValueError for anything else.
     """
-    prompts = _find_templates(templates, root) if isinstance(templates, str) else [*templates]
-    wrong = [template for template in prompts if str(template).count("{}") != 1]
+    texts = _find_templates(templates, root) if isinstance(templates, str) else templates
+    prompts = [str(template).replace("{c}", "{}") for template in texts]
+    wrong = [template for template in prompts if template.count("{}") != 1]
     if wrong or not prompts:
         problem = f"the template {wrong[0]!r}" if wrong else "no template"
         raise ValueError(
             f"templates={templates!r} has {problem}: wanted some with one {{}} for the class name, "
             "such as 'a photo of a {}.'"
         )
-    return [str(template) for template in prompts]
+    return prompts
 
 
 def _find_templates(name: str, root: Path) -> Sequence[Any]:
@@ -185,8 +187,7 @@ def _find_templates(name: str, root: Path) -> Sequence[Any]:
     if name in TEMPLATES:
         return ["a photo of a {}." if name == "simple" else "{}"]
     if name.startswith(CLIP_BENCHMARK):
-        shipped = _of_clip_benchmark(name, _PROMPTS, "templates")
-        return [template.replace("{c}", "{}") for template in shipped]
+        return _of_clip_benchmark(name, _PROMPTS, "templates")
     path = root / name
     if not path.is_file():
         raise ValueError(
@@ -208,10 +209,10 @@ def check(
     labels: str | None = None,
     classes: Classes = None,
     templates: str | Sequence[str] = "simple",
-    **_: Any,
+    metric: Metric = "accuracy",
 ) -> None:
-    """Raises those errors of ``zeroshot.evaluate`` that are about class names and templates."""
-    find_names(labels_of(root, labels), classes, root)
+    """Raises those errors of ``zeroshot.evaluate`` that are about its options."""
+    check_metric(metric, len(find_names(labels_of(root, labels), classes, root)), labels)
     find_templates(templates, root)
 
 

@@ -227,14 +227,29 @@ def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
-    """The notes below a benchmark's table: how many items were left out, and on how many of its
-    images the run is trained."""
+    """The notes below a benchmark's table: how many items were left out, on how many of its images
+    the run is trained, which models were measured with other options or on other data, and how many
+    queries tie."""
     left_out = [
         f"{out} of {out + measured} items are left out: not comparable with published figures"
         for out, measured in _counts(rows, "left_out_items", "num_items")
     ]
     seen = _counts(rows, "training_images", "judged_images")
-    return [*left_out, *(f"{trained_on(*counts)}: figures are too good" for counts in seen)]
+    unlike = []
+    for part, what in (("settings", "with other options"), ("data", "on other data")):
+        recorded = {row.model: row.protocol[part] for row in rows if part in row.protocol}
+        first = next(iter(recorded), "")
+        if others := [name for name in recorded if recorded[name] != recorded[first]]:
+            models = f"{', '.join(others)} were measured {what} than {first}"
+            unlike.append(f"{models}: figures that cannot be compared")
+    tied = [
+        f"{number} of {row.count} queries have a wrong answer as near as the right one, as equal "
+        "images have; they count as wrong"
+        for row in rows
+        if type(number := row.protocol.get("tied_queries")) is int and number > 0.01 * row.count
+    ]
+    too_good = [f"{trained_on(*counts)}: figures are too good" for counts in seen]
+    return [*left_out, *too_good, *unlike, *dict.fromkeys(tied)]
 
 
 def _counts(rows: Sequence[Result], part: str, other: str) -> list[tuple[int, int]]:

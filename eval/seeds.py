@@ -107,7 +107,8 @@ def differences(
     variances = [_variances(each, some) for each, some in zip(parts, pairs, strict=True)]
     units, seeds, degrees = (np.array(numbers) for numbers in zip(*variances, strict=True))
     spread = Spread(units, seeds, degrees, len(methods), num_seeds)
-    values = np.array([np.mean([outcomes.subtract(*both) for both in some]) for some in pairs])
+    of_seeds = np.array([[outcomes.subtract(*both) for both in some] for some in pairs])
+    values = outcomes.without_residue(of_seeds.mean(axis=1), np.abs(of_seeds).max(axis=1))
     columns = zip(values, spread.half_width(0.05), spread.p_values(values), strict=True)
     results = []
     for some, (of_units, *_), (variance, beyond, _), numbers in zip(

@@ -171,7 +171,7 @@ def finetune(
         Path(images), table, base, Path(out), overrides, held_out, seed, force, size=size,
         **packing,
     )  # fmt: skip
-    with signals.save_on_interrupt():
+    with signals.save_on_interrupt(), process_group.keep_generators():
         process.run(tuning.process_options(), "finetune", tuning.run)
     return Run.open(out)
 

@@ -26,6 +26,7 @@ from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator, knn, linear_probe
 from mclclip.eval.results import Measurement, figure
 from mclclip.ranks.collectives import raise_on_every_rank
+from mclclip.util import search
 
 Probe = Literal["linear", "knn"]
 Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_names)]
@@ -68,7 +69,7 @@ def check(root: Path, *, attributes: Names, probe: Probe = "linear", **_: Any) -
     """Raises those errors of ``read_split`` that show in the first shard of each part, and
     ValueError if faiss is needed but missing."""
     if probe == "knn":
-        knn.check(root)
+        search.library("the search for neighbours")
     for part in ("train", "test"):
         read_shards(root / part, attributes=attributes, first_only=True)
 

@@ -76,9 +76,10 @@ def predict(
     return np.concatenate(over_ranks(context, len(data.test), answer))
 
 
-def check(_: Path, **__: Any) -> None:
-    """Raises ValueError if faiss is missing."""
+def check(root: Path, **_: Any) -> None:
+    """Raises ValueError if faiss is missing, and the errors of ``read_parts``."""
     search.library("the search for neighbours")
+    read_parts(Path(root))
 
 
 def evaluate(

@@ -34,7 +34,7 @@ from mclclip.eval.classification import (
     ranked_figures,
 )
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.images import read_parts
+from mclclip.eval.images import LabelledImages, Part, read_parts
 from mclclip.eval.logistic import MAX_ITERATIONS, TOLERANCE, Classifier
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes
@@ -233,6 +233,15 @@ def _log(strength: float, fitted: Sequence[Classifier | None], what: str) -> boo
     return not gradients
 
 
+def read(
+    root: Path, *, labels: str | None = None, metric: Metric = "accuracy", **_: Any
+) -> dict[Part, LabelledImages]:
+    """Reads the parts (``read_parts``); raises ValueError for a metric that they cannot have."""
+    parts = read_parts(Path(root), labels, several=metric == "map_11_point")
+    check_metric(metric, len(parts["test"].class_names), labels)
+    return parts
+
+
 def evaluate(
     extractor: Extractor,
     root: Path,
@@ -264,8 +273,7 @@ def evaluate(
     Figures do not depend on the number of ranks.
     """
     several = metric == "map_11_point"
-    parts = raise_on_every_rank(lambda: read_parts(Path(root), labels, several=several))
-    raise_on_every_rank(lambda: check_metric(metric, len(parts["test"].class_names), labels))
+    parts = raise_on_every_rank(lambda: read(root, labels=labels, metric=metric))
     data = extract(extractor, root, feature, parts)
     options: dict[str, Any] = {
         "strength": strength, "validation_share": validation_share, "seed": seed,
@@ -296,5 +304,6 @@ EVALUATOR = Evaluator(
     needs="train/ and test/ with a folder of images per class, such as train/cat/1.jpg, or images "
     "and a table (option labels)",
     reads_text=False,
+    check=read,
     judged="test",
 )

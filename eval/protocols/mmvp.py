@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
+from pydantic import Field
 
 from mclclip.eval.features import Extractor
 from mclclip.eval.images import SUFFIXES, read_rows
@@ -48,7 +49,7 @@ def evaluate(
     root: Path,
     *,
     prompt: str = PROMPT,
-    directions: Sequence[Direction] = DIRECTIONS[:1],
+    directions: Annotated[Sequence[Direction], Field(min_length=1)] = DIRECTIONS[:1],
     near_tie: float = NEAR_TIE,
 ) -> list[Measurement]:
     """MMVP-VLM's figures in percent: one per Type, ``average`` over Types, ``pooled`` over pairs.
@@ -178,4 +179,5 @@ EVALUATOR = Evaluator(
     evaluate,
     needs="Questions.csv and MLLM_VLM Images/<Type>/<Question ID>.jpg of MMVP-VLM",
     reads_text=True,
+    check=lambda root, **_: read_pairs(root),
 )

@@ -16,9 +16,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 from pydantic.types import PositiveInt
 from scipy.sparse import csr_array
 
@@ -86,7 +87,7 @@ def evaluate(
     languages: Languages = None,
     prompt: str = "",
     shard_captions: str = "txt",
-    ks: Sequence[PositiveInt] = KS,
+    ks: Annotated[Sequence[PositiveInt], Field(min_length=1)] = KS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[Measurement]:
     """R@k in percent of the directions image_to_text and text_to_image.

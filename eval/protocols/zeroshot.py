@@ -50,7 +50,8 @@ def _warn(names: Mapping[str, str], classes: Classes) -> None:
             len(shared),
             shared[0],
         )
-    if classes is None and (numbers := [label for label in names if label.strip().isdecimal()]):
+    numbers = [name for name in names.values() if name.strip().isdecimal()]
+    if classes is None and numbers:
         some = shorten(", ".join(numbers), 60, placeholder=" ...")
         log.warning(
             "%d of %d class names are bare numbers (%s), which prompts take for names: set "

@@ -203,19 +203,7 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     module = args.verb.replace("-", "_")
     args.function = _FUNCTIONS.get(args.verb) or _function(f"verbs.{module}.run")
     if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):
-        wrong = " ".join(word for word in more if word.startswith("-")) or " ".join(more)
-        flag = wrong.split()[0].partition("=")[0]
-        see = f"'mclclip {args.verb} --help' lists the flags"
-        how = ", and options of the configuration are key.path=value"
-        if flag.startswith("-"):
-            from mclclip.util.options import nearest
-
-            flags = [flag for action in args.parser._actions for flag in action.option_strings]
-            if near := nearest(flag, flags, cutoff=0.6):
-                see = f"nearest: {', '.join(near)}; {see}"
-            how += f": 'mclclip config --explain {flag.strip('-').replace('-', '_')}' finds them"
-        how = how if hasattr(args, "overrides") else ""
-        parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
+        parser.error(_unknown(args, more))
     if more:
         args.overrides += more
     for name in ("remedies", "seeds"):  # these flags have taken the overrides after them too
@@ -255,6 +243,22 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _unknown(args: argparse.Namespace, words: Sequence[str]) -> str:
+    """Returns the message for words of a command that are neither flags nor overrides."""
+    wrong = " ".join(word for word in words if word.startswith("-")) or " ".join(words)
+    see = f"'mclclip {args.verb} --help' lists the flags"
+    how = ", and options of the configuration are key.path=value"
+    if (flag := wrong.split()[0].partition("=")[0]).startswith("-"):
+        from mclclip.util.options import nearest
+
+        flags = [flag for action in args.parser._actions for flag in action.option_strings]
+        if near := nearest(flag, flags, cutoff=0.6):
+            see = f"nearest: {', '.join(near)}; {see}"
+        how += f": 'mclclip config --explain {flag.strip('-').replace('-', '_')}' finds them"
+    how = how if hasattr(args, "overrides") else ""
+    return f"unrecognized arguments: {wrong} ({see}{how})"
+
+
 def _words_of_run(args: argparse.Namespace) -> list[str]:
     """Returns the words by which another verb finds the run of this command, such as
     ['--config', 'runs/mine/config.yaml'], for messages that offer a command."""
@@ -264,6 +268,9 @@ def _words_of_run(args: argparse.Namespace) -> list[str]:
     if args.verb == "doctor" and len(args.overrides) == 1 and args.data is None:
         recorded = Path(args.overrides[0]) / "config.yaml"
         return ["--config", str(recorded)] * recorded.is_file()
+    if args.verb == "compare":
+        recorded = Path(args.runs[0]) / "config.yaml"
+        return ["--config", str(recorded)] if recorded.is_file() else [f"run_dir={args.runs[0]}"]
     if args.verb == "race":  # run_dir is the folder of several runs
         return []
     config = getattr(args, "config", None) or getattr(args, "data", None)
@@ -281,12 +288,12 @@ def run_verb(args: argparse.Namespace) -> int:
     if args.verb == "race":
         from mclclip.util import remedies
 
+        args.remedies = remedies.choose_remedies(args.remedies)
         if recipe is None or not args.remedies:
             raise ValueError(
                 "wanted a base configuration and remedies, such as 'mclclip race --config ucm "
                 "--remedies mcl ifm'"
             )
-        args.remedies = remedies.choose_remedies(args.remedies)
     from mclclip.run import runlog
 
     runlog.setup(failures.number_of("RANK", 0), "DEBUG" if args.verbose else "INFO")

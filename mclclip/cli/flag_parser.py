@@ -134,7 +134,11 @@ def check_paths(args: argparse.Namespace) -> None:
                 and getattr(args, "samples", None)
             )
             if not may_be_missing and not path.exists():
-                raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
+                problem = "there is no such file or folder"
+                if flag == "--model" and re.search("[@:]", text):  # a model that has no export yet
+                    problem = "wanted a folder that 'mclclip export' wrote, as 'mclclip export "
+                    problem += "--stage 0 model.name=NAME run_dir=FOLDER' does of any model"
+                raise FileNotFoundError(f"{flag} {text}: {problem}")
 
 
 # --- completion ----------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ MAX_EXAMPLES = 20
 REASONS = {
     # of shards
     "no_image": "samples without an image, left out",
+    "dotted_name": "pictures with a dot before that of their suffix, left out, since the key of a "
+    "sample ends at its first dot: name them anew, as in 'a-1.jpg' for 'a.1.jpg'",
     "no_caption": "samples without a caption, kept: what needs captions leaves them out",
     "no_field": "samples without one of the fields of captions: the others are drawn from",
     "zero_byte_image": "images of zero bytes, left out",

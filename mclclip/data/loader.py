@@ -21,6 +21,7 @@ from torch.utils.data._utils import signal_handling
 
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import start_loader_worker, start_to_host
+from mclclip.ranks.workers import Spawn, start_worker
 from mclclip.util.files import printable
 
 # Workers send tensors through sockets in TMPDIR; the path of a socket has at most 107 characters.
@@ -76,7 +77,7 @@ class Loader(Generic[T]):
             worker_init_fn=start_loader_worker,
             pin_memory=pin_memory,
             persistent_workers=False,
-            multiprocessing_context="spawn" if self._in_file else None,
+            multiprocessing_context=Spawn() if self._in_file else None,
             **(as_lists if collate else one_by_one),
         )
 
@@ -113,6 +114,10 @@ class Loader(Generic[T]):
         if self._in_file:
             resource_tracker.ensure_running()  # starting it would unblock signals
         before = set(multiprocessing.active_children())
+        # torch's own first lines in a worker wait for ever if another thread of this process drew
+        # random numbers as it was forked. Only what is registered here comes before them.
+        starting = _Starting()
+        multiprocessing.util.register_after_fork(starting, _Starting.in_worker)
         try:
             with signals.block_requests():
                 source = iter(self._loader)
@@ -156,6 +161,14 @@ def run_ahead(
         waiting = following
     if waiting:
         yield waiting[0]().numpy(), waiting[1]
+
+
+class _Starting:
+    """Exists while workers are started; each forked one ends with its parent from its first line
+    on."""
+
+    def in_worker(self) -> None:
+        start_worker()
 
 
 class _InFile(Dataset[Any]):

@@ -61,7 +61,7 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
         return [literal]
-    if files := _glob(literal):
+    if files := _glob(literal, option):
         return files
     whole = _IN_URL.sub("\0", pattern) if "://" in pattern else pattern
     try:
@@ -78,7 +78,7 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
             missing += [] if urls else [path]
             continue
         is_glob = glob.has_magic(path) and not os.path.exists(path)
-        files = _glob(path) if is_glob else [path] * os.path.isfile(path)
+        files = _glob(path, option) if is_glob else [path] * os.path.isfile(path)
         paths += files
         missing += [] if files else [path]
     if missing:
@@ -91,5 +91,13 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     return paths
 
 
-def _glob(pattern: str) -> list[str]:
-    return [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+def _glob(pattern: str, option: str) -> list[str]:
+    """Returns the files that match, without folders. A link that leads nowhere is a missing file:
+    raises FileNotFoundError."""
+    paths = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
+    if dead := [path for path in paths if not os.path.exists(path)]:
+        raise FileNotFoundError(
+            f"{option}: {len(dead)} of the {len(paths)} files of {printable(pattern)!r} are links "
+            f"that lead nowhere, such as {printable(dead[0])}"
+        )
+    return paths

@@ -352,9 +352,11 @@ def _fill_row(
         findings.add("duplicate_key", full, count=most - 1)
     image = group.image or group.array
     if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
-        unusable = "no_image" if image is None else "large_image"
+        dotted = [e for e in group.extensions if e.rpartition(".")[2] in IMAGE_EXTENSIONS]
+        unusable = "large_image" if image else "dotted_name" if dotted else "no_image"
         reason = "zero_byte_image" if image and not image[1] else unusable
-        findings.add(reason, full if image else group.full_key(full))
+        count = len(dotted) if reason == "dotted_name" else 1
+        findings.add(reason, full if image else group.full_key(full), count=count)
         return False
     if image[1] < _POINTER_BYTES and _read(file, image).startswith(LFS_POINTER):
         findings.add("lfs_pointer", full)

@@ -188,9 +188,13 @@ def backbone_layout(tower: Any) -> ImageLayout:
         blocks=tuple(block for block in blocks if block[0] not in stem),
         norm=(),
         projection=(),
-        finish=lambda tower, hidden, _: torch.flatten(tower.trunk.avgpool(hidden), 1),
+        finish=_pool,
         pooled_dim=int(tower.embed_dim),
     )
+
+
+def _pool(tower: Any, hidden: Tensor, _: bool) -> Tensor:
+    return torch.flatten(tower.trunk.avgpool(hidden), 1)
 
 
 def _library_model(config: Backbone) -> Any:

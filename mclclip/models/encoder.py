@@ -194,6 +194,8 @@ class Encoder(nn.Module):
                         pixels.append(transform_picture(picture, self.preprocess_val))
                     except ValueError as error:
                         problems.append(str(error))
+                if len(shapes := {tuple(each.shape) for each in pixels}) > 1:
+                    problems.append(f"tensors of several shapes: {sorted(shapes)}")
                 if not problems:  # after one, pictures are read to find all problems at once
                     parts.append(self.encode_image(torch.stack(pixels)))
             if problems:

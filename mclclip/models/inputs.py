@@ -57,6 +57,8 @@ def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tens
     name = "a PIL image"
     try:
         if isinstance(picture, Image.Image):
+            if not all(picture.size):
+                raise ValueError("a PIL image has no pixels: leave it out")
             return transform(upright_rgb(picture))
         data, name = _bytes_of(picture)
         return transform(decode_image(data, MAX_IMAGE_PIXELS))

@@ -332,11 +332,13 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         projection=("attnpool",),
         finish=_finish_resnet,
         pooled_dim=None,
-        steps=lambda tower, _: [
-            tower.stem, *(tower.get_submodule(name) for (name,) in residual)
-        ],
+        steps=partial(_resnet_steps, residual),
         layers=(stem, *((f"layer{i}",) for i in range(1, 5)), ("attnpool",)),
     )  # fmt: skip
+
+
+def _resnet_steps(residual: Sequence[Names], tower: Any, _: Any) -> list[Step]:
+    return [tower.stem, *(tower.get_submodule(name) for (name,) in residual)]
 
 
 def _finish_resnet(tower: Any, hidden: Tensor, _: bool) -> Tensor:

@@ -360,6 +360,18 @@ def seed_everything(*words: int) -> None:
     random.seed(int(state[0]))
 
 
+@contextmanager
+def keep_generators() -> Iterator[None]:
+    """Afterwards the global random generators of the CPU have the states that they had before."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 def start_loader_worker(worker: int) -> None:
     """Prepares a DataLoader's worker (as its ``worker_init_fn``), which gets one torch thread."""
     start_worker()

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any, TypeVar
 
 from mclclip.ranks import signals
 from mclclip.ranks.failures import LostWorker
@@ -33,6 +34,28 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+class _Process(SpawnProcess):
+    """A spawned process that does not import the program that started it. Python's own would: a
+    script without ``if __name__ == "__main__"`` would run once more in each process."""
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        main: dict[str, Any] = vars(sys.modules["__main__"])
+        before = {n: main.pop(n) for n in ["__file__", "__spec__"] if n in main}
+        main["__spec__"] = None
+        try:
+            return SpawnProcess._Popen(process)
+        finally:
+            del main["__spec__"]
+            main.update(before)
+
+
+class Spawn(SpawnContext):
+    """Starts processes from new interpreters, which import what is sent to them and no more."""
+
+    Process = _Process
 
 
 def start_worker() -> None:
@@ -62,9 +85,8 @@ def map_in_pool(
     if workers <= 1:
         yield from itertools.starmap(function, calls)
         return
-    spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=Spawn(), initializer=start_worker)
     try:
         yield from pool.map(function, *zip(*calls, strict=True))
     except BaseException as error:

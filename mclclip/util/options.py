@@ -132,8 +132,10 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 def split_named_path(text: str) -> tuple[str | None, str]:
     """Splits ``[NAME=]PATH`` into name (or None) and path. What exists is a path, even with a = in
-    it."""
+    it. Raises ValueError for a blank name."""
     name, sign, path = text.partition("=")
+    if sign and not name.strip():
+        raise ValueError(f"{text!r} has no name before its '=': give NAME=PATH, or PATH alone")
     return (name, path) if sign and not Path(text).exists() else (None, text)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,8 @@ Row = tuple[Result, Path]
 """A row of results.jsonl, and the file with the outcome of each item, which may be missing."""
 Pair = tuple[Row, Row]
 """The rows of two encoders in the same metric of a benchmark."""
+Key = tuple[str, str, str, str]
+"""Benchmark, metric, and the names of two encoders."""
 
 BASE, TWIN = "stage_0", "control_ungrouped_"
 """The encoder that others are compared with; how the name of the ungrouped control of an encoder
@@ -58,6 +60,8 @@ def run(
     instead of the standard output. Raises FileNotFoundError if there are no results or outcomes,
     and ValueError for unknown names and encoders that were not measured on the same items.
     """
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out} is a folder: give a file for the table")
     rows = read_runs(runs)
     comparisons = compare(rows, models, against, benchmarks, metrics)
     text = render(comparisons, format)
@@ -88,16 +92,18 @@ def compare(
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     if len(names) < 2:
         raise ValueError(f"there are results of one model, {names[0]}: evaluate another one too")
-    read, standard = Reader(), family(rows)
-    if models or against or benchmarks or metrics or not standard:
+    selects = bool(models or against or benchmarks or metrics)
+    read, standard = Reader(), family(rows, warns=not selects)
+    if selects or not standard:
         pairs = _choose_pairs(rows, models, against or _base(names), benchmarks, metrics)
     else:
         pairs = standard
-    in_family = {_key(pair) for pair in standard}
+    in_family, keys = {_key(pair) for pair in standard}, {_key(pair) for pair in pairs}
     compared = {}
-    if any(_key(pair) in in_family for pair in pairs):
-        compared = _compare_pairs(read, standard)
-    compared |= _compare_pairs(read, [pair for pair in pairs if _key(pair) not in in_family])
+    if in_family & keys:
+        compared = _compare_pairs(read, standard, keys)
+    others = [pair for pair in pairs if _key(pair) not in in_family]
+    compared |= _compare_pairs(read, others, keys)
     return [compared[_key(pair)] for pair in pairs]
 
 
@@ -125,7 +131,7 @@ def _choose_pairs(
         if (not benchmarks or row.benchmark in benchmarks)
         and (row.metric in metrics if metrics else row.protocol.get("level") == "headline")
     ]
-    pairs = _pair_rows(cells, [(name, against) for name in compared])
+    pairs = _pair_rows(cells, [(name, against) for name in compared], warns=True)
     if not pairs:
         raise ValueError(
             f"no metric of {', '.join(compared)} was measured for {against} too: evaluate them on "
@@ -134,9 +140,19 @@ def _choose_pairs(
     return pairs
 
 
-def _pair_rows(cells: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Pair]:
-    """Pairs the rows of each two encoders, in every metric in which both were measured."""
+def _pair_rows(
+    cells: Sequence[Row], names: Sequence[tuple[str, str]], warns: bool = False
+) -> list[Pair]:
+    """Pairs the rows of each two encoders, in every metric in which both were measured. If it
+    ``warns``, it names the benchmarks on which only one of them was."""
     of = {(row.benchmark, row.metric, row.model): (row, path) for row, path in cells}
+    for both in names if warns else ():
+        measured = [{benchmark for benchmark, _, name in of if name == each} for each in both]
+        if lacking := measured[0] ^ measured[1]:
+            log.warning(
+                "%s and %s are not compared on %s: only one of them was measured there",
+                *both, ", ".join(sorted(lacking)),
+            )  # fmt: skip
     return [
         (of[*metric, model], of[*metric, other])
         for metric in dict.fromkeys(cell[:2] for cell in of)
@@ -145,30 +161,38 @@ def _pair_rows(cells: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[P
     ]
 
 
-def _key(pair: Pair) -> tuple[str, str, str, str]:
+def _key(pair: Pair) -> Key:
     (row, _), (against, _) = pair
     return row.benchmark, row.metric, row.model, against.model
 
 
 def _compare_pairs(
-    read: Reader, pairs: Sequence[Pair]
-) -> dict[tuple[str, str, str, str], Comparison]:
-    """Compares pairs as one family; returns the comparisons by ``_key``."""
-    comparisons = correct([_compare_rows(read, row, against) for row, against in pairs])
-    return dict(zip(map(_key, pairs), comparisons, strict=True))
+    read: Reader, pairs: Sequence[Pair], asked: Container[Key] | None = None
+) -> dict[Key, Comparison]:
+    """Compares pairs as one family; returns the comparisons by ``_key``. Pairs that cannot be
+    compared are an error if they are ``asked`` for (None: all); a warning names the others."""
+    compared = {}
+    for pair in pairs:
+        try:
+            compared[_key(pair)] = _compare_rows(read, *pair)
+        except (ValueError, FileNotFoundError) as error:
+            if asked is None or _key(pair) in asked:
+                raise
+            log.warning("left out of the comparisons that the run is judged by: %s", error)
+    return dict(zip(compared, correct([*compared.values()]), strict=True))
 
 
 # --- the comparisons that judge a run ----------------------------------------------------------
 
 
-def family(rows: Sequence[Row]) -> list[Pair]:
+def family(rows: Sequence[Row], warns: bool = False) -> list[Pair]:
     """Returns the comparisons that judge a run, in the main metrics of every benchmark.
 
     If there is a share ``choose`` of held-out pictures, as after ``finetune``, the encoder that it
     chooses (``tuned``) is judged on all other benchmarks. Otherwise every encoder is that the run
     made (``is_of_run``). Each is compared with stage 0 and with its ungrouped control. Without
     stage 0, as with several runs, all others except controls are compared with the first encoder,
-    on all benchmarks but ``choose``.
+    on all benchmarks but ``choose``. ``warns``: warns of benchmarks on which only one was measured.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     base, main = _base(names), _main(rows)
@@ -181,7 +205,7 @@ def family(rows: Sequence[Row]) -> list[Pair]:
             main = [(row, path) for row, path in main if row.benchmark != results.CHOOSE]
     pairs = [(name, base) for name in judged if name != base]
     pairs += [(name, TWIN + name) for name in judged if TWIN + name in names]
-    return _pair_rows(main, pairs)
+    return _pair_rows(main, pairs, warns)
 
 
 def is_of_run(name: str) -> bool:
@@ -256,11 +280,13 @@ def _check_names(what: str, names: Sequence[str], there: Sequence[str]) -> None:
 def read_runs(runs: Sequence[Path]) -> list[Row]:
     """Reads the rows of all runs; with several runs a model's name begins with its run.
 
-    Raises FileNotFoundError for a run without results.
+    Raises FileNotFoundError for a run without results, and ValueError for a file.
     """
     rows: list[Row] = []
     last = [Path(run_dir).resolve().name for run_dir in runs]
     for run_dir, name in zip(runs, last, strict=True):
+        if Path(run_dir).is_file():
+            raise ValueError(f"{run_dir} is a file: give the folder of a run")
         run = Run(run_dir)
         if not run.result_rows:
             raise FileNotFoundError(f"no results in {run.layout.results}: run 'mclclip eval' first")

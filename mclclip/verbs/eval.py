@@ -59,15 +59,28 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
     values = {"folder": str(path.absolute().parent)}
+    if blank := [item for item in variables if not all(item.partition("=")[::2])]:
+        raise ValueError(f"--set got {blank[0]!r}: wanted NAME=VALUE, such as data=/data")
     values |= dict(item.partition("=")[::2] for item in variables)
+    used = set[str]()
+
+    def fill(text: str) -> str:
+        used.update(string.Template(text).get_identifiers())
+        return string.Template(text).substitute(values)
+
     try:
-        tree = map_texts(read_yaml(path), lambda text: string.Template(text).substitute(values))
+        tree = map_texts(read_yaml(path), fill)
     except KeyError as error:
         name = error.args[0]
         raise ValueError(
             f"the suite asks for the variable {name!r}: set {name}=VALUE, "
             f"such as --set {name}=/data"
         ) from None
+    if unused := [name for name in values if name not in {*used, "folder"}]:
+        raise ValueError(
+            f"the suite {where} has no variable {unused[0]!r}, which --set sets: it has "
+            f"{', '.join(sorted(used)) or 'none'}"
+        )
     try:
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = results.published(tree)
@@ -459,5 +472,7 @@ def _split_name(text: str) -> tuple[str, str | Path]:
     if pretrained is None:
         refuse_without_weights(location)  # now, before other models are evaluated for hours
     if pretrained == RANDOM:
+        path = Path(location)  # of a shipped architecture: its name alone
+        location = path.stem if path.suffix == ".json" and path.is_file() else location
         name = f"{location if name == where else name} (random weights)"
     return name, where

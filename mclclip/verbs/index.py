@@ -128,7 +128,7 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
     shards = [*indexed[:num_kept], *scanned]
     table, shards = join_rows(table, rows, shards, len(indexed), findings, config.data)
     findings.settle_lines(len(table))
-    lost = findings.only(["duplicate_key"])
+    lost = findings.only(["duplicate_key", "dotted_name"])
     _check_share(lost, len(table) + lost.total(), bound)
     if num_kept == 0 and is_finished(directory):
         # The shards are unchanged, so another choice of samples comes from the parquets.

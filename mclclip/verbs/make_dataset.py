@@ -111,7 +111,7 @@ class Splits(Step[tuple[Build, Sources]]):
                     counts["shards"][split] = len(shards)
             records |= {f"{split}/{name}": record for name, record in of_split.items()}
         samples_of = (
-            f"{n:,} {'files of ' * isinstance(splits[split], Files)}{split}"
+            f"{n:,} {'files' if isinstance(splits[split], Files) else 'samples'} in {split}"
             for split, n in counts["samples"].items()
         )
         log.info("%s: %s", folder, ", ".join(samples_of))

@@ -125,7 +125,8 @@ def run(
         None if alphas is None else tuple(alphas), judge.benchmarks,
         None if images is None else str(images),
     )  # fmt: skip
-    make_artifact(step, out, (inputs, partial(_write, search, choose[method])), force)
+    write = partial(_write, search, choose[method], describe_choice(method, alpha))
+    make_artifact(step, out, (inputs, write), force)
     return out
 
 
@@ -143,8 +144,12 @@ class Soup(ExportStep):
     images: str | None
 
 
-def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:
-    """Writes the soup into ``directory``; returns counts for the manifest."""
+def _write(
+    search: _Search, choose: Callable[[], Choice], choice: str, directory: Path
+) -> dict[str, Any]:
+    """Writes the soup into ``directory``; returns counts for the manifest.
+
+    ``choice``: what the benchmarks choose, as ``describe_choice`` says."""
     paths = [*search.ingredients.values()]
     config = soup.check_ingredients(paths, any_base=True)
     shares, record, table = choose()
@@ -156,8 +161,8 @@ def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> di
         print(table)
     weights.copy_tokenizer(mixed[0], directory)
     weights.write_model(directory, config, tensors)
-    if search.judge.benchmarks:
-        log.info("a figure by which a soup was chosen is too good: report it on other data")
+    if choice:
+        log.info("a figure by which %s was chosen is too good: report it on other data", choice)
     by_name = dict(zip(search.ingredients, shares, strict=True))
     return {"shares": by_name, "statistics_samples": count} | record
 

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "subset": "unit/data/test_shard_filter.py", "no_uid": "unit/data/test_shard_filter.py",
     "no_attribute": "unit/data/test_attributes.py", "no_field": "unit/data/test_caption_fields.py",
     "large_image": "unit/data/test_tar_members.py",
+    "dotted_name": "unit/data/test_tar_members.py",
     "large_caption": "unit/data/test_tar_members.py",
     "link_member": "unit/data/test_tar_members.py",
     "truncated_shard": "unit/test_index.py", "damaged_shard": "unit/test_index.py",

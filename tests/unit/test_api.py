@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
 
 import mclclip
@@ -61,7 +63,12 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, mclc
     folder = tmp_path_factory.mktemp("tuned")
     photos.write(folder)
     with process_group.num_threads(1):
-        yield folder, call(folder)
+        random.seed(7)
+        state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        run = call(folder)
+        assert random.getstate() == state[0] and torch.get_rng_state().tolist() == state[2]
+        assert np.random.get_state()[1].tolist() == state[1]
+        yield folder, run
 
 
 def call(folder: Path, **others: object) -> mclclip.Run:

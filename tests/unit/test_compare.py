@@ -292,3 +292,33 @@ def test_figures_that_are_too_good_are_told_of(
     results.write(path, rows)
     compare.run([run_dir])
     assert "7 of its 100 images" in caplog.text
+
+
+def test_what_was_not_asked_for_is_no_error_and_gaps_are_named(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = compare.run([run_dir], benchmarks=["mmvp"])
+    evaluated(run_dir, {"stage_0": 3, "stage_1": 80}, benchmark="coco")
+    path = run_dir / "results.jsonl"
+    rows = results.read(path)
+    results.write(path, [
+        replace(row, protocol=row.protocol | {"settings": {"prompt": row.model}})
+        for row in rows if row.benchmark == "coco"
+    ])  # fmt: skip
+    with pytest.raises(ValueError, match="prompt"):
+        compare.run([run_dir])
+    caplog.clear()
+    assert compare.run([run_dir], benchmarks=["mmvp"]) == alone
+    assert "prompt" in caplog.text and "concat_raw" not in caplog.text
+    compare.run([run_dir], models=["concat_raw"])
+    assert "concat_raw and stage_0 are not compared on coco" in caplog.text
+    notes = results.notes([row for row in results.read(path) if row.benchmark == "coco"])
+    assert len(notes) == 1 and "stage_1" in notes[0]
+
+
+def test_the_correction_is_the_reason_only_where_it_made_the_verdict(run_dir: Path) -> None:
+    """The interval excludes 0 and p does not in strata: a bootstrap within them, and McNemar's."""
+    found = compare.run([run_dir])[1]
+    raised = replace(found, difference=replace(found.difference, p_value=0.2), corrected=0.6)
+    assert "corrected" in found.reason()
+    assert raised.reason() and "corrected" not in raised.reason()

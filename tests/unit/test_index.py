@@ -150,6 +150,10 @@ def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shard_paths.expand_shards("00.tar", "o") == [str(shards / "00.tar")]
     with pytest.raises(FileNotFoundError, match="no list of shards at .*none.txt"):
         names(shards, f"@{shards}/none.txt")
+    (shards / "09.tar").symlink_to("nowhere.tar")
+    for pattern in ("0*.tar", "{00,09}.tar", "**/0*.tar"):
+        with pytest.raises(FileNotFoundError, match="09"):
+            names(shards, f"{shards}/{pattern}")
 
 
 @pytest.mark.parametrize("name", ["{00..03}.tar", "a{.tar", "${x}.tar", "a::b.tar", "a[1].tar"])

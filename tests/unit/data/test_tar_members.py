@@ -137,6 +137,15 @@ def test_links_are_counted_as_what_they_are(tmp_path: Path) -> None:
     assert findings["link_member"]["examples"][0] == f"'b.jpg' in {path}"
 
 
+def test_pictures_whose_names_have_dots_are_lost_and_counted_each(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    names = ("v1.0.jpg", "v1.0.txt", "v1.1.jpg", "v1.1.txt", "lone.txt", "b.jpg", "b.seg.png")
+    path.write_bytes(b"".join(member(name, b"1") for name in names) + END)
+    findings = scan_shard(StoredFile(str(path)), "s", "txt").findings.to_json()
+    counts = {reason: entry["count"] for reason, entry in findings.items()}
+    assert (counts["dotted_name"], counts["no_image"]) == (2, 1)
+
+
 # --- bad ones ---------------------------------------------------------------------------------
 
 CHAIN = b"".join(long_name(f"name{number}") for number in range(5000))

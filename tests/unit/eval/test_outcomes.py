@@ -198,6 +198,18 @@ def test_a_permutation_of_few_units_against_all_exchanges() -> None:
     assert outcomes.permutation(values) == pytest.approx(exact, abs=0.02)
 
 
+def test_differences_beyond_all_draws_stay_so_among_many_comparisons() -> None:
+    """Draws alone give no p-value below 1 / (1 + their number), 1e-4 and 1e-3 here."""
+    rng = np.random.default_rng(2)
+    exact = [2.0 ** (1 - count) for count in (20, 30)]  # each of so many units is better
+    for count, least in zip((20, 30), exact, strict=True):
+        assert least <= outcomes.permutation(rng.uniform(0.9, 1.1, count)) < 100 * least
+    truth = np.arange(300) % 2 == 0
+    scores = truth * [[4.0], [0.0]] + rng.normal(size=(2, 300))
+    found = pair(*scores, truth=truth, statistic="roc_auc")
+    assert found.p_value < 1e-12 and outcomes.holm([found.p_value] * 500)[0] < 1e-9
+
+
 def test_units_are_exchanged_whole() -> None:
     """Five captions of each of 20 images: half of the images are better, half of them worse."""
     rng = np.random.default_rng(5)

@@ -241,6 +241,13 @@ def test_names_and_templates_are_checked_together(imagenet: Path) -> None:
         prompts.check(imagenet, classes="imagenet1k", templates="clip_81")
     with pytest.raises(FileNotFoundError, match="no file of classes"):
         prompts.check(imagenet, classes="names.txt")
+    with pytest.raises(ValueError, match="labels=FILE"):
+        prompts.check(imagenet, classes="imagenet1k", metric="map_11_point")
+
+
+def test_templates_of_clip_benchmark_are_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a photo of a {c}.\n")
+    assert prompts.find_templates("a.txt", tmp_path) == ["a photo of a {}."]
 
 
 def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,35 @@ def test_without_faiss_one_line_says_what_to_install_before_anything_runs(
             evaluation.check({"it": benchmark})
     with pytest.raises(FileNotFoundError, match="no shard"):  # a linear probe does not need it
         evaluation.check({"it": BenchmarkConfig("attributes", str(folder), {"attributes": ["a"]})})
+
+
+@pytest.mark.parametrize("variables", [["data"], ["data="], ["data=/x", "date=/y"]])
+def test_variables_that_a_suite_lacks_and_blank_ones_are_refused(variables: list[str]) -> None:
+    with pytest.raises(ValueError, match=variables[-1].partition("=")[0]):
+        evaluation.load_suite("mcl", variables)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("linear_probe", {"metric": "roc_auc"}, "roc_auc"),
+        ("zeroshot", {"metric": "map_11_point"}, "map_11_point"),
+        ("retrieval", {"ks": []}, "ks"),
+        ("mmvp", {}, "Questions.csv"),
+    ],
+)
+def test_options_are_checked_before_anything_is_measured(
+    tmp_path: Path,
+    draw: Callable[[Path, int], None],
+    kind: str,
+    options: dict[str, Any],
+    named: str,
+) -> None:
+    for number, (part, name) in enumerate(product(("train", "test"), "abc")):
+        draw(tmp_path / part / name / f"{number}.png", number)
+    root = tmp_path / "test" if kind == "zeroshot" else tmp_path
+    with pytest.raises((ValueError, FileNotFoundError), match=named):
+        evaluation.check({"it": BenchmarkConfig(kind, str(root), options)})
 
 
 def test_the_shipped_suite(tmp_path: Path) -> None:

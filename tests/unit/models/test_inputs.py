@@ -70,6 +70,12 @@ def test_preprocess_val_reads_odd_pictures_as_encode_image_does(
     assert found.numpy().tolist() == encoder.encode_image([tmp_path / "a.png"]).tolist()
 
 
+def test_pictures_that_make_no_batch_are_one_line(encoder: Encoder) -> None:
+    for pictures in ([torch.zeros(3, 16, 16), torch.zeros(3, 8, 8)], [Image.new("RGB", (0, 5))]):
+        with pytest.raises(ValueError, match="shapes|no pixels"):
+            encoder.encode_image(pictures)
+
+
 def test_no_pictures_and_no_texts_have_no_features(encoder: Encoder) -> None:
     assert encoder.encode_image([]).shape == encoder.encode_text([]).shape == (0, 8)
     assert encoder.encode_image(torch.zeros(0, 3, 16, 16)).shape == (0, 8)

@@ -3,6 +3,7 @@ channels-last where it consists of convolutions."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def projected(model: Model, pooled: Tensor) -> Any:
 def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
     model = fresh(kind)
     assert model.num_blocks == BLOCKS[kind]
+    assert len(pickle.dumps(model)) > 1000  # workers are sent it
     before: list[Tensor] = []
     with torch.no_grad():
         whole = model.clip.encode_image(arrange(images, model.memory_format))

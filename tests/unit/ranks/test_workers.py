@@ -59,13 +59,37 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert ended(child)
 
 
+# The first lines of torch's worker wait for a lock that another thread had as it was forked.
+STUCK = """
+import os, sys, time
+from pathlib import Path
+import torch
+from mclclip.data.loader import Loader
+
+def wait(_):
+    Path(sys.argv[1], "written").write_text(str(os.getpid()))
+    Path(sys.argv[1], "written").rename(Path(sys.argv[1], "pid"))
+    time.sleep(600)
+
+torch.manual_seed = wait
+loader = Loader(torch.zeros(4), [0, 1], num_workers=1, timeout_s=600, describe=str)
+next(iter(loader))
+"""
+
+
+def test_a_worker_that_has_not_begun_ends_with_its_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)])
+    worker = int(waited_for(tmp_path / "pid"))
+    parent.kill()
+    parent.wait()
+    assert ended(worker)
+
+
 # --- a pool that is not waited for ----------------------------------------------------------------
 
 # Two workers are at something that never ends when the program is asked to leave.
-POOL = """
-import os, sys, time
-from pathlib import Path
-from mclclip.ranks import workers, signals
+BUSY = """
+import os
 
 def work(folder, number):
     # Renamed when it is whole: the program ends this worker as soon as it sees the file.
@@ -75,27 +99,35 @@ def work(folder, number):
     while number:
         pass
     return number
+"""
+# A script as people write it, which no worker must run once more.
+POOL = """
+import sys, time
+from pathlib import Path
+from busy import work
+from mclclip.ranks import workers, signals
 
-if __name__ == "__main__":
-    signals.install_handlers()
-    folder = Path(sys.argv[1])
-    calls = [(folder, number) for number in (0, 1, 2)]
-    try:
-        for done in workers.map_in_pool(work, calls, 2):
-            (folder / "first").touch()
-            while not (folder / "1.pid").exists():
-                time.sleep(0.01)
-            if sys.argv[2] == "stop":
-                break
-    except signals.Preempted as error:
-        print("left", error, flush=True)
-    except RuntimeError as error:
-        print(error, flush=True)
+folder = Path(sys.argv[1])
+folder.joinpath("runs").open("a").write("x")
+signals.install_handlers()
+calls = [(folder, number) for number in (0, 1, 2)]
+try:
+    for done in workers.map_in_pool(work, calls, 2):
+        (folder / "first").touch()
+        while not (folder / "1.pid").exists():
+            time.sleep(0.01)
+        if sys.argv[2] == "stop":
+            break
+except signals.Preempted as error:
+    print("left", error, flush=True)
+except RuntimeError as error:
+    print(error, flush=True)
 """
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "stop", "killed"])
 def test_workers_that_never_end_are_not_waited_for(tmp_path: Path, how: str) -> None:
+    (tmp_path / "busy.py").write_text(BUSY)
     (tmp_path / "pool.py").write_text(POOL)
     command = [sys.executable, str(tmp_path / "pool.py"), str(tmp_path), how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -117,6 +149,7 @@ def test_workers_that_never_end_are_not_waited_for(tmp_path: Path, how: str) -> 
         "ran out: use fewer of them\n",
     }
     assert said == expected[how]
+    assert (tmp_path / "runs").read_text() == "x"
 
 
 SIBLINGS = """

@@ -278,13 +278,15 @@ def test_head_and_verdict_of_a_fine_tuning_name_one_encoder(tmp_path: Path) -> N
     assert "concat" not in head
 
 
-def test_evaluations_alone_have_a_page(made: Path, tmp_path: Path) -> None:
+def test_evaluations_alone_have_a_page(
+    made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copy(made / "results.jsonl", tmp_path)
     shutil.copytree(made / "outcomes", tmp_path / "outcomes")
     page = report.run(str(tmp_path), out=tmp_path / "out" / "page.html").read_text()
     assert "+75.0 points" in text_of(page, "better")
     assert "The configuration does not say where the pictures" in text_of(page, "pairs")
-    assert "run &#39;mclclip index&#39; first" in text_of(page, "clusters")
+    assert 'id="clusters"' not in page and "index" not in caplog.text
     assert 'id="cost"' not in page and "records of a training" in text_of(page)
     assert not (tmp_path / report.NAME).exists()
 
