@@ -136,8 +136,10 @@ def check_paths(args: argparse.Namespace) -> None:
             if not may_be_missing and not path.exists():
                 problem = "there is no such file or folder"
                 if flag == "--model" and re.search("[@:]", text):  # a model that has no export yet
-                    problem = "wanted a folder that 'mclclip export' wrote, as 'mclclip export "
-                    problem += "--stage 0 model.name=NAME run_dir=FOLDER' does of any model"
+                    problem = (
+                        "wanted a folder that an export wrote; of any model one is made by "
+                        "'mclclip export --stage 0 model.name=NAME run_dir=FOLDER'"
+                    )
                 raise FileNotFoundError(f"{flag} {text}: {problem}")
 
 
