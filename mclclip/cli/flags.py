@@ -239,6 +239,8 @@ def _add_make_dataset(verbs: Any) -> None:
         ("--values", int, "shortcut: different ones"),
         ("--probability", float, "shortcut: of a caption to name it"),
         ("--template", str, "shortcut: of captions, with {shortcut} and {caption}"),
+        ("--num-samples", int, "patterns: pictures for training"),
+        ("--num-pairs", int, "patterns: minimal pairs of each attribute"),
         ("--num-train", int, "attributed_patterns: pictures for training"),
         ("--num-test", int, "attributed_patterns: pictures for testing"),
     ):

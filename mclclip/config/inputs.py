@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 
 from mclclip.config.options import Config
 from mclclip.data import extras
@@ -26,7 +27,8 @@ log = logging.getLogger("mclclip")
 def check(config: Config) -> None:
     """Raises ValueError or FileNotFoundError for files that are wrong or missing.
 
-    These are the file of excluded samples, image weights, text rows, teachers, and tokenizers.
+    These are the file of excluded samples, weights of samples and of image towers, text rows,
+    teachers, and tokenizers.
     Warns if benchmarks will give figures of chance, since no training has trained the text tower
     that they use.
     """
@@ -34,6 +36,8 @@ def check(config: Config) -> None:
     if config.text_rows:
         width_of(config.text_rows + config.eval.text_rows)
     for name, options in config.trainings.items():
+        if (weights := options.plan.weights) and not Path(weights).is_file():
+            raise FileNotFoundError(f"{name}.plan.weights={weights}: there is no such file")
         model = config.model_of(name)
         if model.image_weights is not None:
             towers = load_towers(

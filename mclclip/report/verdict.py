@@ -99,7 +99,7 @@ class Verdict:
             lines += [f"{self.tuned} against the base:", *map(_figure, self.with_base)]
         if self.with_control:
             lines += ["Against the same training without groups:", *map(_figure, self.with_control)]
-        if self.family:
+        if self.with_base or self.with_control:
             lines.append(
                 f"Each p is corrected over the {len(self.family)} comparisons that the run is "
                 "judged by. More pictures held out make intervals narrower; a training with "

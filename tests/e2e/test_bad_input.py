@@ -52,6 +52,7 @@ FRESH = {
     ),
     "train --stage 0 base=null": ("base is null", "nothing to train"),
     "run model.name=ViT-XXL": ("ViT-XXL",),
+    "run train.plan.weights=/nowhere/w.npy": ("train.plan.weights=/nowhere/w.npy",),
     "run run_dir=/dev/null/run": ("/dev/null/run", "cannot be written"),
 }  # fmt: skip
 
