@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Integral, Real
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -44,6 +45,7 @@ from mclclip.run import opened, runlog
 from mclclip.run.artifacts import MANIFEST, Artifact, Manifest
 from mclclip.run.steps import Made, Step, make_artifact
 from mclclip.util import advice, files
+from mclclip.util.options import brief
 from mclclip.util.remake import Remake
 from mclclip.verbs import compare, make_pairs, pack, report
 
@@ -157,10 +159,14 @@ def finetune(
     has saved its state; the same call then goes on.
     """
     for name, value in {"images": images, "captions": captions, "base": base, "out": out}.items():
-        if value is not None and not str(value).strip():
-            raise ValueError(f"{name} is blank")
+        may_lack = name == "captions" and value is None
+        if not (may_lack or isinstance(value, str | Path) and str(value).strip()):
+            raise ValueError(f"{name} is {brief(value)}: wanted a name or a path")
+    for name, number in {"held_out": held_out, "seed": seed, "size": size}.items():
+        if not isinstance(number, Real if name == "held_out" else Integral):
+            raise ValueError(f"{name} is {brief(number)}: wanted a number")
     inspect.signature(pack.pack).bind(images, out, **packing)  # raises TypeError
-    overrides = [*options]
+    overrides = [options] if isinstance(options, str) else [*options]
     if isinstance(options, Mapping):
         overrides = [f"{n}={json.dumps(v)}" for n, v in files.as_json({**options}).items()]
     in_notebook = "ipykernel" in sys.modules and not log.handlers
