@@ -91,12 +91,13 @@ class Comparison:
         return ""
 
 
-def correct(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Makes the comparisons one family: corrects p-values for their number, by Holm's method."""
-    p_values, number = outcomes.holm([c.difference.p_value for c in comparisons]), len(comparisons)
-    return [
-        replace(c, corrected=p, family=number) for c, p in zip(comparisons, p_values, strict=True)
-    ]
+def correct(comparisons: Sequence[Comparison], num_lacking: int = 0) -> list[Comparison]:
+    """Makes the comparisons one family: corrects p-values for their number, by Holm's method.
+
+    ``num_lacking``: comparisons of the family that could not be made, which count as p = 1."""
+    number = len(comparisons) + num_lacking
+    p_values = outcomes.holm([c.difference.p_value for c in comparisons] + [1.0] * num_lacking)
+    return [replace(c, corrected=p_values[at], family=number) for at, c in enumerate(comparisons)]
 
 
 # --- table -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -262,7 +263,8 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
         tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
         p_value, test = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn))), "bootstrap"
         if not tail:
-            p_value = min(p_value, _normal_p(value, float(drawn.std())))
+            least = mcnemar(_rarer_units(a), 0)  # as if each of these units were a win
+            p_value = min(p_value, max(_normal_p(value, float(drawn.std())), least))
         if value and high - low < 1e-12:
             (low, high, p_value), test = sign_test(a, value), "sign test over units"
         return Difference(value, low, high, p_value, test, None, None, num_units, None)
@@ -332,7 +334,9 @@ def _normal_p(value: float, deviation: float) -> float:
     """The two-sided p-value of a normal variable around 0. It stands for that of draws where none
     of them is as far from 0: the least p-value of draws, 1 / (1 + their number), would be above any
     level once it is corrected over many comparisons."""
-    return math.erfc(abs(value) / (deviation * math.sqrt(2))) if deviation else 1.0
+    if not deviation:
+        return 1.0
+    return max(math.erfc(abs(value) / (deviation * math.sqrt(2))), sys.float_info.min)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -103,7 +103,8 @@ def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
     names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold an object of label: name, or a list of names")
-    return {n.strip(): name for n, name in tree.items()} if isinstance(tree, dict) else list(tree)
+    checked: dict[str, str] | list[str] = tree
+    return checked
 
 
 def _lines(path: Path) -> list[str]:
@@ -210,8 +211,9 @@ def check(
     classes: Classes = None,
     templates: str | Sequence[str] = "simple",
     metric: Metric = "accuracy",
+    **_: Any,
 ) -> None:
-    """Raises those errors of ``zeroshot.evaluate`` that are about its options."""
+    """Raises those errors of ``zeroshot.evaluate`` that show without the images."""
     check_metric(metric, len(find_names(labels_of(root, labels), classes, root)), labels)
     find_templates(templates, root)
 

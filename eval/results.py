@@ -242,14 +242,17 @@ def notes(rows: Sequence[Result]) -> list[str]:
         if others := [name for name in recorded if recorded[name] != recorded[first]]:
             models = f"{', '.join(others)} were measured {what} than {first}"
             unlike.append(f"{models}: figures that cannot be compared")
+    shown = [row for row in rows if row.protocol.get("level") != "detail"]
+    ties = [row.protocol.get("tied_queries") for row in shown]
+    shares = [n / row.count for n, row in zip(ties, shown, strict=True) if type(n) is int]
     tied = [
-        f"{number} of {row.count} queries have a wrong answer as near as the right one, as equal "
-        "images have; they count as wrong"
-        for row in rows
-        if type(number := row.protocol.get("tied_queries")) is int and number > 0.01 * row.count
+        f"for up to {100 * share:.0f} % of the queries of a model a wrong answer is as near as the "
+        "right one, as equal images and captions are: they count as wrong"
+        for share in [max(shares, default=0)]
+        if share > 0.01
     ]
     too_good = [f"{trained_on(*counts)}: figures are too good" for counts in seen]
-    return [*left_out, *too_good, *unlike, *dict.fromkeys(tied)]
+    return [*left_out, *too_good, *unlike, *tied]
 
 
 def _counts(rows: Sequence[Result], part: str, other: str) -> list[tuple[int, int]]:

@@ -50,13 +50,13 @@ def _warn(names: Mapping[str, str], classes: Classes) -> None:
             len(shared),
             shared[0],
         )
-    numbers = [name for name in names.values() if name.strip().isdecimal()]
+    numbers = {label: name for label, name in names.items() if name.strip().isdecimal()}
     if classes is None and numbers:
-        some = shorten(", ".join(numbers), 60, placeholder=" ...")
+        some = shorten(", ".join(numbers.values()), 60, placeholder=" ...")
         log.warning(
             "%d of %d class names are bare numbers (%s), which prompts take for names: set "
             "classes=FILE with a line '%s<TAB>name' for each, unless numbers are what is shown",
-            *(len(numbers), len(names), some, numbers[0]),
+            *(len(numbers), len(names), some, min(numbers)),
         )
 
 

@@ -248,13 +248,13 @@ def _unknown(args: argparse.Namespace, words: Sequence[str]) -> str:
     wrong = " ".join(word for word in words if word.startswith("-")) or " ".join(words)
     see = f"'mclclip {args.verb} --help' lists the flags"
     how = ", and options of the configuration are key.path=value"
-    if (flag := wrong.split()[0].partition("=")[0]).startswith("-"):
+    if (flag := wrong.partition(" ")[0].partition("=")[0]).startswith("-"):
         from mclclip.util.options import nearest
 
-        flags = [flag for action in args.parser._actions for flag in action.option_strings]
+        flags = args.parser._option_string_actions.keys() - {"-h", "--help"}
         if near := nearest(flag, flags, cutoff=0.6):
             see = f"nearest: {', '.join(near)}; {see}"
-        how += f": 'mclclip config --explain {flag.strip('-').replace('-', '_')}' finds them"
+        how += f": 'mclclip config --explain {flag.strip('-').replace('-', '_')}' looks for it"
     how = how if hasattr(args, "overrides") else ""
     return f"unrecognized arguments: {wrong} ({see}{how})"
 

@@ -52,8 +52,8 @@ class Parser(argparse.ArgumentParser):
             near = nearest(str(value), map(str, choices))
             if isinstance(choices, dict):  # of verbs, one of which may have a flag of this name
                 flag = f"--{value}"
-                with_flag = (v for v, p in choices.items() if flag in p._option_string_actions)
-                near = [f"{verb} {flag}" for verb in with_flag] or near
+                verbs = [v for v, p in choices.items() if flag in p._option_string_actions]
+                near = [f"{verb} {flag}" for verb in verbs] if 0 < len(verbs) <= 3 else near
             error.message += f", nearest: {', '.join(near)}"
             raise
 
@@ -137,8 +137,9 @@ def check_paths(args: argparse.Namespace) -> None:
                 problem = "there is no such file or folder"
                 if flag == "--model" and re.search("[@:]", text):  # a model that has no export yet
                     problem = (
-                        "wanted a folder that an export wrote; of any model one is made by "
-                        "'mclclip export --stage 0 model.name=NAME run_dir=FOLDER'"
+                        "wanted a folder that an export wrote; of any model "
+                        "'mclclip export --stage 0 model.name=NAME model.pretrained=TAG "
+                        "run_dir=FOLDER' makes one, FOLDER/stage_0/export (hf:... needs no TAG)"
                     )
                 raise FileNotFoundError(f"{flag} {text}: {problem}")
 

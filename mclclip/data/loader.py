@@ -117,7 +117,7 @@ class Loader(Generic[T]):
         # torch's own first lines in a worker wait for ever if another thread of this process drew
         # random numbers as it was forked. Only what is registered here comes before them.
         starting = _Starting()
-        multiprocessing.util.register_after_fork(starting, _Starting.in_worker)
+        multiprocessing.util.register_after_fork(starting, lambda _: start_worker())
         try:
             with signals.block_requests():
                 source = iter(self._loader)
@@ -164,11 +164,7 @@ def run_ahead(
 
 
 class _Starting:
-    """Exists while workers are started; each forked one ends with its parent from its first line
-    on."""
-
-    def in_worker(self) -> None:
-        start_worker()
+    """Exists while workers are started."""
 
 
 class _InFile(Dataset[Any]):

@@ -94,10 +94,10 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
 def _glob(pattern: str, option: str) -> list[str]:
     """Returns the files that match, without folders. A link that leads nowhere is a missing file:
     raises FileNotFoundError."""
-    paths = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
-    if dead := [path for path in paths if not os.path.exists(path)]:
+    paths = glob.glob(pattern, recursive=True)
+    if dead := [path for path in paths if os.path.islink(path) and not os.path.exists(path)]:
         raise FileNotFoundError(
             f"{option}: {len(dead)} of the {len(paths)} files of {printable(pattern)!r} are links "
             f"that lead nowhere, such as {printable(dead[0])}"
         )
-    return paths
+    return [path for path in paths if os.path.isfile(path)]

@@ -252,6 +252,13 @@ class Group:
     num_images: int = 0
     extensions: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def num_dotted(self) -> int:
+        """The number of pictures with more dots in their name, which are parts of another key.
+        Beside a text of the key itself they are masks and the like, and do not count."""
+        suffixes = [extension.rpartition(".")[2] for extension in self.extensions]
+        return 0 if self.text or self.json else sum(s in IMAGE_EXTENSIONS for s in suffixes)
+
     def full_key(self, key: str) -> str:
         """Names a group for messages: 'cats/1 (1.txt, 1.jpg.txt: names are cut at ...)'."""
         names = [f"{key.rpartition('/')[2]}.{extension}" for extension in self.extensions]
@@ -352,11 +359,10 @@ def _fill_row(
         findings.add("duplicate_key", full, count=most - 1)
     image = group.image or group.array
     if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
-        dotted = [e for e in group.extensions if e.rpartition(".")[2] in IMAGE_EXTENSIONS]
+        dotted = 0 if image else group.num_dotted
         unusable = "large_image" if image else "dotted_name" if dotted else "no_image"
         reason = "zero_byte_image" if image and not image[1] else unusable
-        count = len(dotted) if reason == "dotted_name" else 1
-        findings.add(reason, full if image else group.full_key(full), count=count)
+        findings.add(reason, full if image else group.full_key(full), count=max(1, dotted))
         return False
     if image[1] < _POINTER_BYTES and _read(file, image).startswith(LFS_POINTER):
         findings.add("lfs_pointer", full)

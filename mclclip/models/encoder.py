@@ -195,7 +195,7 @@ class Encoder(nn.Module):
                     except ValueError as error:
                         problems.append(str(error))
                 if len(shapes := {tuple(each.shape) for each in pixels}) > 1:
-                    problems.append(f"tensors of several shapes: {sorted(shapes)}")
+                    problems.append(f"tensors of the shapes {sorted(shapes)}, not of one")
                 if not problems:  # after one, pictures are read to find all problems at once
                     parts.append(self.encode_image(torch.stack(pixels)))
             if problems:

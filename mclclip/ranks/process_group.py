@@ -363,13 +363,13 @@ def seed_everything(*words: int) -> None:
 @contextmanager
 def keep_generators() -> Iterator[None]:
     """Afterwards the global random generators of the CPU have the states that they had before."""
-    states = random.getstate(), np.random.get_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def start_loader_worker(worker: int) -> None:

@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
 from typing import Any, TypeVar
 
 from mclclip.ranks import signals
@@ -19,6 +21,7 @@ from mclclip.ranks.failures import LostWorker
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -38,18 +41,17 @@ def die_with_parent(parent: int | None = None) -> None:
 
 class _Process(SpawnProcess):
     """A spawned process that does not import the program that started it. Python's own would: a
-    script without ``if __name__ == "__main__"`` would run once more in each process."""
+    script without ``if __name__ == "__main__"`` would run once more in each process. So what is
+    sent to it must lie in modules."""
 
     @staticmethod
     def _Popen(process: Any) -> Any:
-        main: dict[str, Any] = vars(sys.modules["__main__"])
-        before = {n: main.pop(n) for n in ["__file__", "__spec__"] if n in main}
-        main["__spec__"] = None
-        try:
-            return SpawnProcess._Popen(process)
-        finally:
-            del main["__spec__"]
-            main.update(before)
+        with _ONE_AT_A_TIME:
+            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            try:
+                return SpawnProcess._Popen(process)
+            finally:
+                sys.modules["__main__"] = main
 
 
 class Spawn(SpawnContext):

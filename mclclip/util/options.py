@@ -134,7 +134,7 @@ def split_named_path(text: str) -> tuple[str | None, str]:
     """Splits ``[NAME=]PATH`` into name (or None) and path. What exists is a path, even with a = in
     it. Raises ValueError for a blank name."""
     name, sign, path = text.partition("=")
-    if sign and not name.strip():
+    if sign and not name.strip() and not Path(text).exists():
         raise ValueError(f"{text!r} has no name before its '=': give NAME=PATH, or PATH alone")
     return (name, path) if sign and not Path(text).exists() else (None, text)
 

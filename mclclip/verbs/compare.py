@@ -64,6 +64,7 @@ def run(
         raise ValueError(f"--out {out} is a folder: give a file for the table")
     rows = read_runs(runs)
     comparisons = compare(rows, models, against, benchmarks, metrics)
+    _warn_of_gaps(rows, [*models, *filter(None, [against])], benchmarks)
     text = render(comparisons, format)
     compared = [row for c in comparisons for row in (c.row, c.against)]
     for benchmark in dict.fromkeys(row.benchmark for row in compared):
@@ -92,9 +93,8 @@ def compare(
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     if len(names) < 2:
         raise ValueError(f"there are results of one model, {names[0]}: evaluate another one too")
-    selects = bool(models or against or benchmarks or metrics)
-    read, standard = Reader(), family(rows, warns=not selects)
-    if selects or not standard:
+    read, standard = Reader(), family(rows)
+    if models or against or benchmarks or metrics or not standard:
         pairs = _choose_pairs(rows, models, against or _base(names), benchmarks, metrics)
     else:
         pairs = standard
@@ -105,6 +105,22 @@ def compare(
     others = [pair for pair in pairs if _key(pair) not in in_family]
     compared |= _compare_pairs(read, others, keys)
     return [compared[_key(pair)] for pair in pairs]
+
+
+def _warn_of_gaps(rows: Sequence[Row], models: Sequence[str], benchmarks: Sequence[str]) -> None:
+    """Warns of encoders, by default all but controls, that have no figures on some of the
+    benchmarks on which others of them have."""
+    measured: dict[str, set[str]] = {}
+    for row, _ in rows:
+        if row.model in models or not (models or _IS_CONTROL(row.model)):
+            measured.setdefault(row.model, set()).add(row.benchmark)
+    every = set().union(*measured.values()) & {*(benchmarks or (row.benchmark for row, _ in rows))}
+    gaps: dict[str, list[str]] = {}
+    for name, some in measured.items():
+        gaps.setdefault(", ".join(sorted(every - some)), []).append(name)
+    for lacking, names in gaps.items():
+        if lacking:
+            log.warning("not compared on %s, not measured there: %s", lacking, ", ".join(names))
 
 
 def _choose_pairs(
@@ -131,7 +147,7 @@ def _choose_pairs(
         if (not benchmarks or row.benchmark in benchmarks)
         and (row.metric in metrics if metrics else row.protocol.get("level") == "headline")
     ]
-    pairs = _pair_rows(cells, [(name, against) for name in compared], warns=True)
+    pairs = _pair_rows(cells, [(name, against) for name in compared])
     if not pairs:
         raise ValueError(
             f"no metric of {', '.join(compared)} was measured for {against} too: evaluate them on "
@@ -140,19 +156,9 @@ def _choose_pairs(
     return pairs
 
 
-def _pair_rows(
-    cells: Sequence[Row], names: Sequence[tuple[str, str]], warns: bool = False
-) -> list[Pair]:
-    """Pairs the rows of each two encoders, in every metric in which both were measured. If it
-    ``warns``, it names the benchmarks on which only one of them was."""
+def _pair_rows(cells: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Pair]:
+    """Pairs the rows of each two encoders, in every metric in which both were measured."""
     of = {(row.benchmark, row.metric, row.model): (row, path) for row, path in cells}
-    for both in names if warns else ():
-        measured = [{benchmark for benchmark, _, name in of if name == each} for each in both]
-        if lacking := measured[0] ^ measured[1]:
-            log.warning(
-                "%s and %s are not compared on %s: only one of them was measured there",
-                *both, ", ".join(sorted(lacking)),
-            )  # fmt: skip
     return [
         (of[*metric, model], of[*metric, other])
         for metric in dict.fromkeys(cell[:2] for cell in of)
@@ -171,7 +177,7 @@ def _compare_pairs(
 ) -> dict[Key, Comparison]:
     """Compares pairs as one family; returns the comparisons by ``_key``. Pairs that cannot be
     compared are an error if they are ``asked`` for (None: all); a warning names the others."""
-    compared = {}
+    compared, number = {}, len({_key(pair) for pair in pairs})
     for pair in pairs:
         try:
             compared[_key(pair)] = _compare_rows(read, *pair)
@@ -179,20 +185,21 @@ def _compare_pairs(
             if asked is None or _key(pair) in asked:
                 raise
             log.warning("left out of the comparisons that the run is judged by: %s", error)
-    return dict(zip(compared, correct([*compared.values()]), strict=True))
+    corrected = correct([*compared.values()], number - len(compared))
+    return dict(zip(compared, corrected, strict=True))
 
 
 # --- the comparisons that judge a run ----------------------------------------------------------
 
 
-def family(rows: Sequence[Row], warns: bool = False) -> list[Pair]:
+def family(rows: Sequence[Row]) -> list[Pair]:
     """Returns the comparisons that judge a run, in the main metrics of every benchmark.
 
     If there is a share ``choose`` of held-out pictures, as after ``finetune``, the encoder that it
     chooses (``tuned``) is judged on all other benchmarks. Otherwise every encoder is that the run
     made (``is_of_run``). Each is compared with stage 0 and with its ungrouped control. Without
     stage 0, as with several runs, all others except controls are compared with the first encoder,
-    on all benchmarks but ``choose``. ``warns``: warns of benchmarks on which only one was measured.
+    on all benchmarks but ``choose``.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     base, main = _base(names), _main(rows)
@@ -205,7 +212,7 @@ def family(rows: Sequence[Row], warns: bool = False) -> list[Pair]:
             main = [(row, path) for row, path in main if row.benchmark != results.CHOOSE]
     pairs = [(name, base) for name in judged if name != base]
     pairs += [(name, TWIN + name) for name in judged if TWIN + name in names]
-    return _pair_rows(main, pairs, warns)
+    return _pair_rows(main, pairs)
 
 
 def is_of_run(name: str) -> bool:

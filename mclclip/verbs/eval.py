@@ -176,7 +176,7 @@ class _Watch:
 
 @dataclass(frozen=True)
 class SuiteJudge:
-    """Measures encoders in memory on ``benchmarks``, which are checked here at once.
+    """Measures encoders in memory on ``benchmarks``, whose options are checked (``check``).
 
     context     ranks and device; encoders must be on this device
     trained_on  training images; a row says how many of them its benchmark has
@@ -190,9 +190,6 @@ class SuiteJudge:
     trained_on: Sequence[TrainingImages] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check(self.benchmarks)
 
     @property
     def read_texts(self) -> list[str]:
@@ -278,6 +275,7 @@ def open_judge(
     trained_on = _trained_on([_split_name(text)[1] for text in models])
     choices = dict.fromkeys(benchmarks, choice) if choice else {}
     context = Context(device=pick_device(device))
+    check(benchmarks)
     return SuiteJudge(benchmarks, context, trained_on, choices, {"batch_size": 256})
 
 

@@ -134,13 +134,13 @@ def _sections(
 ) -> dict[str, dict[str, Any]]:
     """Returns the parts of the page by name, each as `_section` does."""
     tuned = None if verdict is None else verdict.tuned
-    trains = (run.directory / "config.yaml").is_file()  # else it is a folder of results alone
+    is_run = run.layout.index.is_dir() or (run.directory / "config.yaml").is_file()
     return {
         "tables": _section(lambda: scores.tables(run.result_rows, scores.references())),
         "exchanges": _section(lambda: pictures.exchanges(run, thumbnails, tuned)),
-        "clusters": _section(lambda: clusters.clustered(run, thumbnails) if trains else []),
-        "agreement": _section(lambda: clusters.agreement(run) if trains else []),
-        "anchors": _section(lambda: pictures.anchors(run, thumbnails, tuned) if trains else []),
+        "clusters": _section(lambda: clusters.clustered(run, thumbnails) if is_run else []),
+        "agreement": _section(lambda: clusters.agreement(run) if is_run else []),
+        "anchors": _section(lambda: pictures.anchors(run, thumbnails, tuned) if is_run else []),
         "blindspots": _section(lambda: pictures.blindspots(run, thumbnails)),
         "filters": _section(lambda: pictures.filters(run)),
         "curves": _section(lambda: story.curves(run)),

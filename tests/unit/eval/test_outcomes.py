@@ -208,6 +208,10 @@ def test_differences_beyond_all_draws_stay_so_among_many_comparisons() -> None:
     scores = truth * [[4.0], [0.0]] + rng.normal(size=(2, 300))
     found = pair(*scores, truth=truth, statistic="roc_auc")
     assert found.p_value < 1e-12 and outcomes.holm([found.p_value] * 500)[0] < 1e-9
+    few, ranks = np.arange(33) < 3, np.arange(33.0)  # no certainty from three positives
+    found = pair(-ranks, ranks + 12 * few, truth=few, statistic="roc_auc")
+    assert found.p_value >= 1 / (1 + outcomes.NUM_RANKING_DRAWS)
+    assert outcomes.permutation(np.ones(5_000)) > 0
 
 
 def test_units_are_exchanged_whole() -> None:
