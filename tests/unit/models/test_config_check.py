@@ -132,7 +132,11 @@ def test_python_beside_a_model_without_a_tokenizer_never_runs(
 def test_every_way_to_a_directory(stranger: Stranger, vit: Model, tmp_path: Path) -> None:
     directory = stranger.model(vit, TOLD, tokenizer_config=TOKENIZER)
     run = configuration.from_tree({"run_dir": str(tmp_path / "run")})
-    suite = {"mmvp": BenchmarkConfig("mmvp", str(tmp_path))}
+    (images := tmp_path / "mmvp/MLLM_VLM Images/A").mkdir(parents=True)
+    for number in (1, 2):
+        (images / f"{number}.jpg").touch()
+    (tmp_path / "mmvp/Questions.csv").write_text("Question ID,Type,Statement\n1,A,x\n2,A,y\n")
+    suite = {"mmvp": BenchmarkConfig("mmvp", str(tmp_path / "mmvp"))}
     vit.save(tmp_path / "own")
     save_concat([tmp_path / "own"], "raw", tmp_path / "concat")
     change(tmp_path / "concat", TOLD)
