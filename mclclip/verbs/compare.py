@@ -64,7 +64,8 @@ def run(
         raise ValueError(f"--out {out} is a folder: give a file for the table")
     rows = read_runs(runs)
     comparisons = compare(rows, models, against, benchmarks, metrics)
-    _warn_of_gaps(rows, [*models, *filter(None, [against])], benchmarks)
+    others = [against or _base([row.model for row, _ in rows])] if models else []
+    _warn_of_gaps(rows, [*models, *others], benchmarks)
     text = render(comparisons, format)
     compared = [row for c in comparisons for row in (c.row, c.against)]
     for benchmark in dict.fromkeys(row.benchmark for row in compared):
@@ -112,7 +113,7 @@ def _warn_of_gaps(rows: Sequence[Row], models: Sequence[str], benchmarks: Sequen
     benchmarks on which others of them have."""
     measured: dict[str, set[str]] = {}
     for row, _ in rows:
-        if row.model in models or not (models or _IS_CONTROL(row.model)):
+        if row.model in models if models else not _IS_CONTROL(row.model):
             measured.setdefault(row.model, set()).add(row.benchmark)
     every = set().union(*measured.values()) & {*(benchmarks or (row.benchmark for row, _ in rows))}
     gaps: dict[str, list[str]] = {}

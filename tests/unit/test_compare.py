@@ -313,7 +313,7 @@ def test_what_was_not_asked_for_is_no_error_and_gaps_are_named(
     # What could not be compared is of the family all the same: 3 comparisons have become 4.
     assert {c.family for c in again} == {4} and again[1].corrected > alone[1].corrected
     assert "prompt" in caplog.text and "not compared on" not in caplog.text
-    compare.run([run_dir], models=["concat_raw"], against="stage_0")
+    compare.run([run_dir], models=["concat_raw"])
     assert "not compared on coco, not measured there: concat_raw" in caplog.text
     notes = results.notes([row for row in results.read(path) if row.benchmark == "coco"])
     assert len(notes) == 1 and "stage_1" in notes[0]
