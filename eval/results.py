@@ -245,12 +245,11 @@ def notes(rows: Sequence[Result]) -> list[str]:
     shown = [row for row in rows if row.protocol.get("level") != "detail"]
     ties = [row.protocol.get("tied_queries") for row in shown]
     shares = [n / row.count for n, row in zip(ties, shown, strict=True) if type(n) is int]
+    share = max(shares, default=0.0)
     tied = [
         f"for up to {100 * share:.0f} % of the queries of a model a wrong answer is as near as the "
         "right one, as equal images and captions are: they count as wrong"
-        for share in [max(shares, default=0)]
-        if share > 0.01
-    ]
+    ] * (share > 0.01)
     too_good = [f"{trained_on(*counts)}: figures are too good" for counts in seen]
     return [*left_out, *too_good, *unlike, *tied]
 

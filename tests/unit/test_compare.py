@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,9 @@ def test_what_was_not_asked_for_is_no_error_and_gaps_are_named(
     assert "not compared on coco, not measured there: concat_raw" in caplog.text
     notes = results.notes([row for row in results.read(path) if row.benchmark == "coco"])
     assert len(notes) == 1 and "stage_1" in notes[0]
+    for tied, told in ((1, []), (27, ["20 %"])):  # of 135
+        some = [replace(row, protocol={"tied_queries": tied}) for row in results.read(path)]
+        assert [re.search(r"\d+ %", note)[0] for note in results.notes(some)] == told  # type: ignore[index]
 
 
 def test_the_correction_is_the_reason_only_where_it_made_the_verdict(run_dir: Path) -> None:
