@@ -135,6 +135,8 @@ def frame(comparisons: Sequence[Comparison]) -> DataFrame:
 
 def render(comparisons: Sequence[Comparison], format: Format) -> str:
     """Returns the comparisons as CSV, Markdown, LaTeX, or text with a sentence for each."""
+    if format == "text":
+        return _text(comparisons)
     table = frame(comparisons)
     if format == "csv":
         text: str = table.to_csv(index=False)
@@ -149,8 +151,11 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
     if format == "latex":
         styled = short.style.hide(axis="index").format(escape="latex")
         return str(styled.format_index(escape="latex", axis=1).to_latex(hrules=True)).rstrip("\n")
-    if format == "markdown":
-        return str(short.to_markdown(index=False, disable_numparse=True))
+    return str(short.to_markdown(index=False, disable_numparse=True))
+
+
+def _text(comparisons: Sequence[Comparison]) -> str:
+    """Returns the tables of ``_blocks``, a sentence for each comparison, and how to read p."""
     lines = [
         textwrap.fill(
             printable(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "

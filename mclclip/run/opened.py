@@ -12,7 +12,8 @@
 Each part is read at its first use, after the sizes of its files were compared with its manifest. A
 missing part raises an error that names the verb which makes it. There may be many millions of rows
 and records, so both can be read in part. Nothing is written and no lock is taken, so a run can be
-read while it trains. torch is imported only to read images or to load an encoder.
+read while it trains. What reads an index is imported at its first use, as are pandas and torch, so
+that results are read at once.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip.data.arrays import open_npy
-from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.row_store import RowStore, left_out
-from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.run import artifacts
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
 
     from mclclip.config import Config
     from mclclip.data.bytes import Bytes
+    from mclclip.data.row_store import RowStore
+    from mclclip.data.sample_index import SampleIndex
     from mclclip.models.encoder import Encoder
 
 Ids = Sequence[int] | NDArray[np.int64]
@@ -124,6 +124,8 @@ class Run:
     def index(self) -> SampleIndex:
         """The sample index. Raises FileNotFoundError if there is none, and RuntimeError if a file
         of it has another size than was recorded."""
+        from mclclip.data.sample_index import SampleIndex
+
         return SampleIndex.open(self.layout.index) if self._parent is None else self._parent.index
 
     def stage(self, number: int) -> Stage:
@@ -215,6 +217,8 @@ class Run:
         Only draws samples that can be decoded and that all finished embeddings have. The run's seed
         and ``purpose``, a constant of the caller, determine the draw.
         """
+        from mclclip.data.row_store import left_out
+
         usable = np.setdiff1d(np.arange(len(self.index)), self.index.bad_ids())
         num_stages = len(self.stages) if self.config is None else self.config.num_stages + 1
         for stage in map(self.stage, range(num_stages)):
@@ -319,12 +323,16 @@ class Stage:
     @property
     def embeddings(self) -> RowStore:
         """Image embeddings [N, D] in index order; the store also lists samples without one."""
+        from mclclip.data.row_store import RowStore
+
         return RowStore.open(self.directory("embeddings"), self.manifest("embeddings"), self.name)
 
     @property
     def text_embeddings(self) -> RowStore:
         """Embeddings [number of captions, D] of all captions by stage 0's text tower, in index
         order: the rows of sample i begin at ``index.caption_start[i]``."""
+        from mclclip.data.row_store import RowStore
+
         directory = self.run.layout.text_embeddings
         return RowStore.open(directory, self.run.index.manifest_of(directory, "text_embeddings"))
 
@@ -336,6 +344,8 @@ class Stage:
     @property
     def labels(self) -> Integers:
         """int64 [N]: the pseudo label of each sample, which the stage is trained on; -1: none."""
+        from mclclip.data.labels import read_pseudo_labels
+
         return read_pseudo_labels(self.directory("pseudo_labels"), self.run.index)[0]
 
     def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
@@ -349,6 +359,8 @@ class Stage:
     def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
         """Returns the L nearest clusters [n, L] of n samples, nearest first; -1: the sample has no
         embedding. Reads only the rows of these samples from disk."""
+        from mclclip.data.row_store import RowStore
+
         distinct, order = self._distinct(ids)
         self.manifest("clusters").check(self.directory("clusters"))
         labels = RowStore([self.directory("clusters") / "cluster_labels.npy"], "cluster")

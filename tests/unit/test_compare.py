@@ -17,6 +17,7 @@ from mclclip.eval.comparisons import LEVEL
 from mclclip.eval.outcomes import Outcomes
 from mclclip.report.verdict import Verdict
 from mclclip.verbs import compare
+from tests.forks import python
 
 NUM_PAIRS = 135
 ITEMS = [f"{2 * n + 1}-{2 * n + 2}" for n in range(NUM_PAIRS)]
@@ -57,6 +58,14 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
     assert "+6 of 135 pairs: inside the noise (p = 0.062; the interval is of this" in words
     assert found[1].difference.low > 0 and "over 3 comparisons" in found[1].reason()
     assert "over 3 comparisons" in words and not found[2].reason()
+
+
+def test_a_table_is_shown_without_heavy_imports(run_dir: Path) -> None:
+    code = (
+        "import sys; from mclclip.cli import entry; code = entry.main(['compare', sys.argv[1]]); "
+        "print(code, {'torch', 'pandas', 'scipy.stats', 'obstore', 'yaml'} & set(sys.modules))"
+    )
+    assert python(code, str(run_dir), check=True).stdout.endswith("0 set()\n")
 
 
 def test_a_p_value_is_shown_on_its_side_of_the_level(run_dir: Path) -> None:

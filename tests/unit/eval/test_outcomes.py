@@ -144,6 +144,9 @@ def test_wins_and_losses_are_counted() -> None:
     assert (found.wins, found.losses, found.units, found.items) == (2, 1, 6, 1.0)
     assert found.value == pytest.approx(1 / 6) and found.test == "McNemar, exact"
     assert found.p_value == stats.binomtest(2, 3).pvalue
+    for wins, losses in [(0, 0), (0, 1), (3, 3), (9, 2), (0, 2000), (40_000, 41_000)]:
+        exact = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
+        assert outcomes.mcnemar(wins, losses) == pytest.approx(exact, rel=1e-9)
 
 
 def test_the_other_way_round_is_the_same_with_another_sign() -> None:
