@@ -76,10 +76,13 @@ def predict(
     return np.concatenate(over_ranks(context, len(data.test), answer))
 
 
-def check(root: Path, **_: Any) -> None:
-    """Raises ValueError if faiss is missing, and the errors of ``read_parts``."""
+def check(root: Path, *, k: PositiveInt = 10, **_: Any) -> None:
+    """Raises ValueError if faiss is missing or train has fewer than ``k`` images, and the errors of
+    ``read_parts``."""
     search.library("the search for neighbours")
-    read_parts(Path(root))
+    count = len(read_parts(Path(root))["train"].images)
+    if k > count:
+        raise ValueError(f"k is {k}, but {root}/train has {count} images: give a smaller k")
 
 
 def evaluate(

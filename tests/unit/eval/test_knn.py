@@ -87,6 +87,8 @@ def test_bad_input_gets_one_clear_line(
     ):
         with pytest.raises(ValueError, match=message):
             run(encoder, folders, **options)
+    with pytest.raises(ValueError, match="k is 16.* has 15 images"):
+        knn.check(folders, k=16)
     draw(folders / "test" / "new" / "1.png", 1)
     with pytest.raises(ValueError, match="such as 'new', which train lacks"):
         run(encoder, folders)
