@@ -31,7 +31,7 @@ def expand_shards(
     such as 'data.sources.pets.shards', begins the messages.
 
     Raises FileNotFoundError for a pattern without files and for missing shards; ValueError for
-    pipes, urls of other protocols, broken braces, and a shard that is listed twice.
+    pipes, urls of other protocols, broken braces, texts, and a shard that is listed twice.
     """
     lines: list[str] = []
     for entry in [patterns] if isinstance(patterns, str) else patterns:
@@ -60,6 +60,10 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     """Returns the files of a brace list or glob; each of its alternatives must match a file."""
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
+        if literal.endswith(".txt"):
+            raise ValueError(
+                f"{option}: {pattern} is a text: for a list of shards write @{pattern}"
+            )
         return [literal]
     if files := _glob(literal, option):
         return files

@@ -10,9 +10,8 @@ from mclclip.models import clip, transformers_folder, weights
 from mclclip.models.loading import has_texts, model_config, model_tokenizer, refuse_without_weights
 from mclclip.models.options import ModelConfig
 from mclclip.models.row_projection import WIDTH
-from mclclip.util import files
+from mclclip.util import files, shipped
 from mclclip.util.options import prefix_errors
-from mclclip.util.shipped import RECIPES
 
 READS_ROWS = (
     "it reads rows of text embeddings, and a teacher's rows are not known here: set between=images"
@@ -103,7 +102,7 @@ def check_encoder(name: str, *, text: bool) -> None:
         model_tokenizer(encoder.where)
 
 
-def split_name(where: str | Path) -> tuple[str | Path, str | None]:
+def split_name(where: str | Path) -> tuple[str, str | None]:
     """Splits ``NAME@PRETRAINED`` into name and tag; the tag is None if nothing follows the @.
 
     An existing path is a name, even with an @ in it, and an existing file is a tag. The name of a
@@ -115,6 +114,4 @@ def split_name(where: str | Path) -> tuple[str | Path, str | None]:
         parts = str(where).split("@")
         splits = [("@".join(parts[:n]), "@".join(parts[n:])) for n in range(1, len(parts))]
         name, tag = next((split for split in splits if Path(split[1]).is_file()), splits[-1])
-    shipped = RECIPES / f"{name}.json"
-    is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
-    return str(shipped) if is_shipped else name, tag or None
+    return shipped.model_config(str(name)), tag or None

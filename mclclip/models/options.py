@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.util import files
+from mclclip.util import files, shipped
 from mclclip.util.options import NO_RESULT, STRICT, BelowOne
 
 Variant = Literal["raw", "stage_norm"]
@@ -34,8 +34,9 @@ class ModelConfig:
     """The encoder that every stage starts from."""
 
     name: str | dict[str, Any] = "ViT-B-32"
-    """An open_clip model name, ``local-dir:PATH``, the path of a JSON model config, or such a
-    config in place (``embed_dim``, ``vision_cfg``, ``text_cfg``)."""
+    """An open_clip model name, ``local-dir:PATH``, the path of a JSON model config or the name of a
+    shipped one (``tiny_clip``, ``tiny_vit``), or such a config in place (``embed_dim``,
+    ``vision_cfg``, ``text_cfg``)."""
     pretrained: str | None = None
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
     image_weights: str | None = field(default=None, metadata=NO_RESULT)  # but for what it holds
@@ -67,6 +68,8 @@ class ModelConfig:
     ``kind: none``. The default is ``kind: simclr`` for backbones, else open_clip's."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.name, str):
+            object.__setattr__(self, "name", shipped.model_config(self.name))
         if self.image_weights is not None and self.pretrained is not None:
             raise ValueError(
                 f"image_weights={self.image_weights} and pretrained={self.pretrained} both bring "

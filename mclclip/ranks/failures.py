@@ -61,6 +61,10 @@ def as_lost(error: Exception, where: str = "") -> Exception:
     text, where = str(error), where and f" ({where})"
     if isinstance(error, RuntimeError) and text.startswith(LATE_WORKER):
         return LostWorker(f"no data has come within peer_timeout_s{where}: {GOES_ON}")
+    if isinstance(error, RuntimeError) and "unable to allocate shared memory" in text:
+        return LostWorker(
+            f"shared memory (/dev/shm) is full{where}: {MORE_SHARED_MEMORY}; {GOES_ON}"
+        )
     ended = _ENDED_WORKER.search(text) if isinstance(error, RuntimeError) else None
     if ended is not None:
         return LostWorker(f"a loader worker has ended{where}, {_guess_cause(ended['word'] or '')}")

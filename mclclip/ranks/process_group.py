@@ -72,8 +72,12 @@ open_groups = _Groups()
 
 
 def under_torchrun() -> bool:
-    """Returns True if torchrun, or a launcher that sets its variables, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+    """Returns True if torchrun, or a launcher that sets its variables, started this process.
+
+    A rank of several counts without MASTER_ADDR too, since alone it would do the work of all.
+    """
+    size = os.environ.get("WORLD_SIZE", "")
+    return "RANK" in os.environ and size != "" and ("MASTER_ADDR" in os.environ or size != "1")
 
 
 def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
@@ -190,7 +194,7 @@ def init(
 
     ``limit_s`` limits the wait for the other ranks and every collective (None: a day). Raises the
     errors of `pick_device` and `join`, and ValueError if RANK, WORLD_SIZE and the other variables
-    of torchrun do not fit together.
+    of torchrun do not fit together, or srun started several tasks without torchrun.
     """
     if under_torchrun():
         die_with_parent()
@@ -202,6 +206,12 @@ def init(
             _open_meeting()
         return Context(dist.get_rank(), dist.get_world_size(), local_rank, where)
     if not under_torchrun():
+        if (tasks := number_of("SLURM_STEP_NUM_TASKS", 1)) > 1:
+            raise ValueError(
+                f"srun started {tasks} tasks, and each would run alone: use 'sbatch "
+                "slurm/mclclip.sbatch', or one torchrun for each node ('srun --ntasks-per-node=1 "
+                "torchrun ...'); tasks that are to run alone unset SLURM_STEP_NUM_TASKS"
+            )
         if any(name.startswith("ACCELERATE_") for name in os.environ):
             log.warning(
                 "accelerate started this process without a rank: it runs as one rank of one; "
@@ -223,7 +233,9 @@ def _read_place() -> tuple[int, int, int]:
     values["LOCAL_RANK"] = values["LOCAL_RANK"] or "0"
     numbers = {name: values[name] for name in names if name != "MASTER_ADDR"}
     wrong = [name for name, value in numbers.items() if not value.isdecimal()]
-    if not wrong and int(values["RANK"]) >= int(values["WORLD_SIZE"]):
+    if not values["MASTER_ADDR"]:
+        wrong = ["MASTER_ADDR"]
+    elif not wrong and int(values["RANK"]) >= int(values["WORLD_SIZE"]):
         wrong = ["RANK"]
     if wrong:
         listed = ", ".join(f"{name}={value or '(not set)'}" for name, value in values.items())

@@ -81,6 +81,14 @@ def find_recipe(where: Path | str) -> Path:
     )
 
 
+def model_config(name: str) -> str:
+    """Returns the path of the shipped model config of that name, such as ``tiny_clip``; any other
+    name, and an existing path, as it is."""
+    shipped = RECIPES / f"{name}.json"
+    is_shipped = Path(name).name == name and not Path(name).exists() and shipped.is_file()
+    return str(shipped) if is_shipped else name
+
+
 def run(copy: Path | None = None) -> None:
     """Prints every recipe with its description. With ``copy``, writes recipes, launch scripts and
     SLURM scripts into that folder instead, in the folders that they have in the repository.

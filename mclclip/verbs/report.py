@@ -84,10 +84,11 @@ def track(config: Config) -> None:
 
 
 def _verdict(run: Run) -> str:
-    """Returns the verdict of a run in sentences, and the table of its comparisons, as Markdown."""
+    """Returns the verdict of a run in sentences, and the table of its comparisons if there are any,
+    as Markdown."""
     verdict = Verdict.of(compare.rows_of(run))
-    lines = [*verdict.sentences(), render_table(verdict.family, "markdown")]
-    return "\n\n".join(lines if verdict.family else lines[:-1]) + "\n"
+    table = [render_table(verdict.family, "markdown")] if verdict.family else []
+    return "\n\n".join([*verdict.sentences(), *table]) + "\n"
 
 
 def render(run: Run) -> str:

@@ -15,6 +15,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 import mclclip
 from mclclip import config
 from mclclip.config import Config, explaining, load
+from mclclip.models.encoder_names import split_name
 from mclclip.util.shipped import RECIPES, recipe_names
 
 
@@ -262,6 +263,14 @@ def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys() -> Non
 @pytest.mark.parametrize("typed", ["runs/exp #2", "a: b", "*x", "!!int 5", "x "])
 def test_a_text_is_taken_as_it_stands(typed: str) -> None:
     assert load(None, [f"run_dir={typed}"]).run_dir == typed
+
+
+def test_a_shipped_model_is_named_as_an_encoder_is(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = load(None, ["run_dir=x", "model.name=tiny_clip"]).model.name
+    assert (name, None) == split_name("tiny_clip") and Path(str(name)).is_file()
+    Path("tiny_clip").mkdir()
+    assert load(None, ["run_dir=x", "model.name=tiny_clip"]).model.name == "tiny_clip"
 
 
 def test_a_path_of_any_option_may_begin_at_home(tmp_path: Path, monkeypatch: Any) -> None:

@@ -47,6 +47,15 @@ def test_memory_that_ran_out_is_one_line_with_what_to_do(message: str) -> None:
     assert "lower data.num_workers or the batch" in line and "\n" not in line
 
 
+def test_full_shared_memory_is_named_with_the_remedy() -> None:
+    text = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+    caught = f"Caught RuntimeError in DataLoader worker process 0.\n...\nRuntimeError: {text}\n"
+    for error in (RuntimeError(text), RuntimeError(caught)):
+        lost = failures.as_lost(error, "at step 3")
+        assert isinstance(lost, failures.LostWorker) and "\n" not in str(lost)
+        assert "at step 3" in str(lost) and failures.MORE_SHARED_MEMORY in str(lost)
+
+
 def test_what_is_complained_of_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         raise RuntimeError("of\x1b[2J\nforged")

@@ -72,6 +72,20 @@ def test_ranks_that_never_come_are_waited_for_until_the_limit(
     assert forks.exit_code(wait) == 0
 
 
+def test_tasks_of_srun_and_ranks_without_an_address_do_not_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert process_group.init("cpu") == SINGLE
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(ValueError, match="8 tasks.* slurm/mclclip.sbatch"):
+        process_group.init("cpu")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="MASTER_ADDR of the environment does not fit"):
+        process_group.init("cpu")
+
+
 def test_accelerate_without_ranks_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

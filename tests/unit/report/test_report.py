@@ -248,6 +248,16 @@ def test_verdict_and_page_are_logged_to_the_trackers(
     assert "verdict.md is left out" in caplog.text
 
 
+def test_a_run_with_nothing_to_compare_has_a_verdict_too(copied: Path) -> None:
+    path = without_pictures(copied) / "config.yaml"
+    results = copied / "results.jsonl"
+    lines = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(line for line in lines if json.loads(line)["model"] == "stage_0"))
+    report.track(config.load(path, [f"run_dir={copied}"]))
+    verdict = api.Run.open(copied).verdict()
+    assert (copied / "verdict.md").read_text() == "\n\n".join(verdict) + "\n"
+
+
 def test_there_is_no_run_or_nothing_to_show(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no run at"):
         report.run(str(tmp_path / "none"))
