@@ -262,14 +262,15 @@ def accuracy_figures(
     """The figures ``accuracy`` and ``mean_per_class``, in percent, of the labels ``predicted`` [Q]
     for ``data.test``; ``metric`` is the headline.
 
-    The chance is what a figure would be if every answer were the most frequent class of train.
+    The chance is what a figure would be if every answer were the most frequent class of train; the
+    mean over those that are equally frequent.
     """
     truth, items = data.test_labels, data.test_items
-    frequent = np.full(len(truth), np.bincount(data.train_labels).argmax())
+    counts = np.bincount(data.train_labels)
+    frequent = np.flatnonzero(counts == counts.max())
     outcomes = {}
     for name, strata in (("accuracy", None), ("mean_per_class", [*map(str, truth)])):
-        answered, by_chance = (
-            Outcomes(items, answers == truth, strata) for answers in (predicted, frequent)
-        )
+        answered = Outcomes(items, predicted == truth, strata)
+        by_chance = Outcomes(items, np.isin(truth, frequent) / len(frequent), strata)
         outcomes[name] = answered, 100 * by_chance.value()
     return ranked_figures(outcomes, metric, protocol)

@@ -30,7 +30,7 @@ def fields_of_rows(
     settings = _settings(benchmark)
     folder = Path(benchmark.path)
     manifests = [_recorded(each / MANIFEST) for each in (folder, folder.parent)]
-    parts = [settings, benchmark.path, data, *manifests, identity, precision]
+    parts = [settings, os.path.realpath(folder), data, *manifests, identity, precision]
     return {"settings": settings, "data": data, "evaluation": digest_json(parts)[:16]}
 
 

@@ -25,7 +25,8 @@ from mclclip.data.index_tables import Shard, join_rows
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
-from mclclip.data.text_tables import csv_format, refuse_misread
+from mclclip.data.table_formats import DELIMITERS
+from mclclip.data.text_tables import csv_format, delimiter_of, refuse_misread
 from mclclip.util.files import MAX_JSON_BYTES, below, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
@@ -84,14 +85,16 @@ def image_items(images: Iterable[Any], root: Path) -> list[str]:
 
 
 def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, list[str]]]:
-    """Reads a CSV or .tsv with a header. Returns for every row its place, such as 'labels.csv line
-    3', and its cells in these ``columns``.
+    """Reads a .csv, .tsv or .txt with a header, whatever its delimiter. Returns for every row its
+    place, such as 'labels.csv line 3', and its cells in these ``columns``.
 
     ``what`` says in the FileNotFoundError what the file is, for example 'table of labels'.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
-    delimiter = "\t" if path.suffix == ".tsv" else ","
+    if path.suffix.lower() not in DELIMITERS:
+        raise ValueError(f"{path} is no {', '.join(DELIMITERS)}: save the {what} as .csv")
+    delimiter = delimiter_of(path)
     table = csv_format(path, delimiter)
     if missing := [name for name in columns if name not in table.columns]:
         raise ValueError(
@@ -113,6 +116,18 @@ def read_lines(
     lines = read_bounded(path, max_bytes).split(b"\n")
     numbered = [(f"{path} line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     return [(name, parse_json(line, name, unique_keys=unique_keys)) for name, line in numbered]
+
+
+def refuse_absent(images: Sequence[Any], table: Path, folder: Path) -> None:
+    """Raises FileNotFoundError if some of the ``images`` that ``table`` names are files that are
+    not there. Images in shards are not looked for."""
+    absent = [image.name for image in images if isinstance(image, Path) and not image.exists()]
+    if absent:
+        raise FileNotFoundError(
+            f"{len(absent)} of the {len(images)} images of {table} are not in {folder}, such as "
+            f"{', '.join(absent[:3])}: get them, or correct the names or the option that gives "
+            "their folder"
+        )
 
 
 # --- shards ------------------------------------------------------------------------------------
@@ -242,10 +257,13 @@ def read_labelled(
 
     ``names`` maps every label to the name of its class; the classes are in its order. Raises
     ValueError if there is no image, for an image with two labels without ``several``, and for lines
-    of another form.
+    of another form, and FileNotFoundError for missing images of a table.
     """
     rows = _table_rows(root, table, several=several) if table else _images_in(root)
-    return _labelled(rows, names, root / (table or ""), several)
+    labelled = _labelled(rows, names, root / (table or ""), several)
+    if table:
+        refuse_absent(labelled.images, root / table, root)
+    return labelled
 
 
 def read_parts(
@@ -253,12 +271,13 @@ def read_parts(
 ) -> dict[Part, LabelledImages]:
     """Reads the parts ``train``, ``test`` and, if there is one, ``valid``, with the same classes.
 
-    The parts are folders of these names in ``root``, each with a folder per class; or rows of the
-    CSV ``root/table``, which has a column split beside filepath and label; or PASCAL VOC's files
-    CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several`` is
-    that of ``read_labelled``. The classes are those with images in train or valid. Raises
-    FileNotFoundError for a missing folder, and ValueError for fewer than two classes, a class that
-    only test has, a class of PASCAL VOC without the file of a part, or an image in two parts.
+    The parts are folders of these names in ``root`` (``val`` for valid), each with a folder per
+    class; or rows of the CSV ``root/table``, which has a column split beside filepath and label; or
+    PASCAL VOC's files CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder
+    ``root/table``. ``several`` is that of ``read_labelled``. The classes are those with images in
+    train or valid. Raises FileNotFoundError for a missing folder and for missing images of a table,
+    and ValueError for fewer than two classes, a class that only test has, a class of PASCAL VOC
+    without the file of a part, or an image in two parts.
     """
     parts: tuple[Part, ...] = get_args(Part)
     where = root / (table or "")
@@ -268,8 +287,13 @@ def read_parts(
                 f"no folder {folder}: wanted train/ and test/ with a folder per class, "
                 "such as train/cat/1.jpg"
             )
+    folders = {part: root / part for part in parts}
+    if not folders["valid"].is_dir():
+        folders["valid"] = root / "val"
     rows: dict[Part, Rows] = {
-        part: _table_rows(root, table, part, several=several) if table else _images_in(root / part)
+        part: _table_rows(root, table, part, several=several)
+        if table
+        else _images_in(folders[part])
         for part in parts
     }
     times = Counter(image for of_part in rows.values() for image in {row[0] for row in of_part})
@@ -280,11 +304,14 @@ def read_parts(
         )
     labels = {part: {label for _, label, _ in of_part} for part, of_part in rows.items()}
     names = _names_to_learn(labels["train"] | labels["valid"], labels["test"], where)
-    return {
+    labelled = {
         part: _labelled(rows[part], names, f"{part} of {where}", several)
         for part in parts
         if rows[part] or part != "valid"
     }
+    if table:
+        refuse_absent([image for of in labelled.values() for image in of.images], where, root)
+    return labelled
 
 
 def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str, str]:
@@ -338,7 +365,7 @@ def _class_folders(root: Path) -> dict[str, Path]:
 def class_shards(root: Path) -> list[Path]:
     """The tar shards in ``root``, or else in ``root/test``, in order. Those in ``root`` do not
     count if there are folders of classes."""
-    has_classes = _class_folders(root).keys() - {"train", "valid", "test"}
+    has_classes = _class_folders(root).keys() - {"train", "valid", "val", "test"}
     places = [root] if has_classes else [root, root / "test"]
     return next((shards for place in places if (shards := sorted(place.glob("*.tar")))), [])
 

@@ -14,8 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mclclip.data.shard_scan import read_text_file
 from mclclip.eval.classification import Metric, check_metric
-from mclclip.eval.images import CLASS_NAMES, as_words, class_names, class_shards, labels_of
+from mclclip.eval.images import (
+    CLASS_NAMES,
+    as_words,
+    class_names,
+    class_shards,
+    labels_of,
+    read_labelled,
+)
 from mclclip.util.files import needed, parse_json, read_json
 
 IMAGENET = "imagenet1k"
@@ -109,8 +117,7 @@ def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
 
 def _lines(path: Path) -> list[str]:
     """The lines of a text file without blank ones, stripped."""
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+    return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
 
 def _match_names(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
@@ -213,8 +220,11 @@ def check(
     metric: Metric = "accuracy",
     **_: Any,
 ) -> None:
-    """Raises those errors of ``zeroshot.evaluate`` that show without the images."""
-    check_metric(metric, len(find_names(labels_of(root, labels), classes, root)), labels)
+    """Raises those errors of ``zeroshot.evaluate`` that show without reading the images."""
+    names = find_names(labels_of(root, labels), classes, root)
+    check_metric(metric, len(names), labels)
+    if labels:
+        read_labelled(root, names, labels, several=metric == "map_11_point")
     find_templates(templates, root)
 
 

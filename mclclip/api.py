@@ -82,7 +82,10 @@ class Run(opened.Run):
                 log.warning("%s", self._judged.headline)
         paths = self.exports()
         if name not in paths:
-            raise ValueError(f"no encoder {name!r} in {self.directory}: it has {', '.join(paths)}")
+            there = (
+                f"it has {', '.join(paths)}" if paths else "it has no exports, so use load_model"
+            )
+            raise ValueError(f"no encoder {name!r} in {self.directory}: {there}")
         return load_model(paths[name], device=device)
 
     def recommended(self) -> str:

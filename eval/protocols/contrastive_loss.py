@@ -10,7 +10,6 @@ training.
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pydantic.types import PositiveInt
 
 from mclclip.eval.captions import read_captioned
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_chunks, similarity
-from mclclip.eval.images import image_items
+from mclclip.eval.images import image_items, refuse_absent
 from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
@@ -83,6 +82,13 @@ def evaluate(
     ]
 
 
+def check(root: Path, *, captions: str = "txt", images: str = ".", **options: Any) -> None:
+    """Raises the errors of ``read_captioned``, which reads one shard, and FileNotFoundError for
+    missing image files."""
+    pictures, _ = read_captioned(root, captions=captions, images=images, first_only=True, **options)
+    refuse_absent(pictures, root / captions, root / images)
+
+
 def row_losses(
     queries: Features,
     candidates: Features,
@@ -113,5 +119,5 @@ EVALUATOR = Evaluator(
     reads_text=True,
     is_loss=True,
     files=("images",),  # not captions, which may be a field of samples
-    check=partial(read_captioned, first_only=True),
+    check=check,
 )

@@ -164,15 +164,15 @@ def _read_questions(path: Path) -> list[tuple[str, int, str, str]]:
 
 
 def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
-    """Maps Question IDs to images of a Type. If an ID has several files, the suffix that comes
-    first in ``SUFFIXES`` wins."""
+    """Maps Question IDs, without leading zeros, to images of a Type. If an ID has several files,
+    the suffix that comes first in ``SUFFIXES`` wins."""
     folders = [below(folder, name, "Questions.csv") for name in (kind, kind.replace(" ", "_"))]
     type_folder = next((path for path in folders if path.is_dir()), None)
     if type_folder is None:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
     files = [path for path in type_folder.iterdir() if path.suffix.lower() in SUFFIXES]
     files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
-    return {path.stem: path for path in files}
+    return {path.stem.lstrip("0") or "0": path for path in files}
 
 
 EVALUATOR = Evaluator(

@@ -33,7 +33,7 @@ from mclclip.eval.captions import (
     read_languages,
 )
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, rank_queries
-from mclclip.eval.images import image_items
+from mclclip.eval.images import image_items, refuse_absent
 from mclclip.eval.metrics import IntArray, chance_at
 from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator
@@ -115,7 +115,7 @@ def evaluate(
     options |= {"split": split, "languages": languages, "shard_captions": shard_captions}
     sets = raise_on_every_rank(lambda: read(root, **options))
     [first, *_] = sets.values()
-    raise_on_every_rank(lambda: _check_images(first.images, path, folder))
+    raise_on_every_rank(partial(refuse_absent, first.images, path, folder))
     image_features = extractor.images(first.images)
     names = image_items(first.images, folder)
     figures = []
@@ -226,15 +226,12 @@ def _of_languages(
     return figures
 
 
-def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
-    """Raises FileNotFoundError if image files are missing, before any of them is encoded."""
-    absent = [path for path in images if isinstance(path, Path) and not path.exists()]
-    if absent:
-        some = ", ".join(path.name for path in absent[:3])
-        raise FileNotFoundError(
-            f"{len(absent)} of the {len(images)} images of {captions} are not in {folder}, such as "
-            f"{some}: get them, or give their folder as the option images"
-        )
+def check(root: Path, *, captions: str, images: str = ".", **options: Any) -> None:
+    """Raises the errors of ``read``, which reads one shard, and FileNotFoundError for missing image
+    files."""
+    sets = read(root, captions=captions, images=images, first_only=True, **options)
+    [first, *_] = sets.values()
+    refuse_absent(first.images, root / captions, root / images)
 
 
 def count_cut_captions(
@@ -273,5 +270,5 @@ EVALUATOR = Evaluator(
     evaluate,
     needs="images, and captions as a table, JSON or text files, or shards with both",
     reads_text=True,
-    check=partial(read, first_only=True),
+    check=check,
 )

@@ -374,8 +374,15 @@ class SampleIndex:
             )
 
     def checked(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Returns the ids as int64 [n]; IndexError for one outside the index."""
-        array = np.asarray(ids, np.int64)
+        """Returns the ids as int64 [n]. Raises IndexError for one outside the index, and ValueError
+        for a mask and other numbers that are not whole."""
+        array = np.asarray(ids)
+        if array.size and not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"sample_ids are of the type {array.dtype}, wanted whole numbers; of a mask they "
+                "are np.flatnonzero(mask)"
+            )
+        array = array.astype(np.int64, copy=False)
         if (outside := array[(array < 0) | (array >= len(self))]).size:
             raise IndexError(f"sample_id {outside[0]}, the index has 0..{len(self) - 1}")
         return array

@@ -123,6 +123,6 @@ class ShardReader:
         self.__dict__.update(state)
         self._start_empty()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os may be gone at exit
         for handle in getattr(self, "_handles", {}).values():
-            os.close(handle)
+            close(handle)

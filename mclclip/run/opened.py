@@ -99,7 +99,7 @@ class Run:
         """
         from mclclip import config as configuration
 
-        folder = Path(directory)
+        folder = Path(directory).absolute()
         recorded = folder / "config.yaml"
         if not any(
             path.exists() for path in (recorded, folder / "results.jsonl", folder / "stage_0")
@@ -130,6 +130,8 @@ class Run:
 
     def stage(self, number: int) -> Stage:
         """Returns stage ``number``, which need not exist yet."""
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"got the stage {number!r}: wanted a whole number, such as 1")
         return Stage(self, number)
 
     @cached_property
@@ -243,7 +245,7 @@ class Run:
 
         Raises RuntimeError if a shard has changed since it was indexed.
         """
-        return self.samples.captions_of([int(sample_id) for sample_id in ids])
+        return self.samples.captions_of(self.index.checked(ids).tolist())
 
     def stored_images(self, ids: Ids) -> list[bytes]:
         """Returns the stored bytes of each sample's image, such as a JPEG file's.
@@ -254,7 +256,7 @@ class Run:
         from mclclip.data.locations import PICTURE
 
         stored = []
-        for raw in self.samples.read(ids, [PICTURE]):
+        for raw in self.samples.read(self.index.checked(ids), [PICTURE]):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
                     f"sample {self.index.names([raw.sample_id])[0]} cannot be read ({raw.reason}): "
@@ -369,10 +371,7 @@ class Stage:
 
     def _distinct(self, ids: Ids) -> tuple[Integers, Integers]:
         """Returns the distinct ids, sorted, and for each of ``ids`` its position among them."""
-        numbers, count = np.asarray(ids, np.int64), len(self.run.index)
-        if len(outside := numbers[(numbers < 0) | (numbers >= count)]):
-            raise IndexError(f"sample_id {outside[0]}, the index has 0..{count - 1}")
-        return np.unique(numbers, return_inverse=True)
+        return np.unique(self.run.index.checked(ids), return_inverse=True)
 
     @property
     def metrics(self) -> DataFrame:

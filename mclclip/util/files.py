@@ -84,6 +84,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def refuse_folder(path: Path | None, option: str) -> None:
+    """Raises ValueError if ``path``, the file that an ``option`` names, is a folder."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: give a file")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes ``value`` as indented JSON, atomically; converts paths and numpy numbers."""
     write_bytes(path, (json.dumps(value, indent=2, default=_plain) + "\n").encode())

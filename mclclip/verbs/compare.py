@@ -23,7 +23,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Result, short_name
 from mclclip.eval.units import PERCENT, Unit
 from mclclip.run.opened import JOINED, Run
-from mclclip.util.files import write_bytes
+from mclclip.util.files import refuse_folder, write_bytes
 from mclclip.util.options import brief
 
 log = logging.getLogger("mclclip")
@@ -60,8 +60,7 @@ def run(
     instead of the standard output. Raises FileNotFoundError if there are no results or outcomes,
     and ValueError for unknown names and encoders that were not measured on the same items.
     """
-    if out is not None and out.is_dir():
-        raise ValueError(f"--out {out} is a folder: give a file for the table")
+    refuse_folder(out, "--out")
     rows = read_runs(runs)
     comparisons = compare(rows, models, against, benchmarks, metrics)
     others = [against or _base([row.model for row, _ in rows])] if models else []

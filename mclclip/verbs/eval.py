@@ -28,7 +28,7 @@ from mclclip.eval.protocols import BenchmarkConfig, evaluator, reading_texts
 from mclclip.eval.results import Reference, Result
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.encoder_names import RANDOM, split_name
-from mclclip.models.loading import refuse_without_weights
+from mclclip.models.loading import has_texts, refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import RunPaths, find_run_dir, is_finished
@@ -76,6 +76,10 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             f"the suite asks for the variable {name!r}: set {name}=VALUE, "
             f"such as --set {name}=/data"
         ) from None
+    except ValueError as error:
+        if "{" not in str(error):
+            raise
+        raise ValueError(f'{error}; within braces write "${{NAME}}/..." in quotes') from None
     if unused := [name for name in values if name not in {*used, "folder"}]:
         raise ValueError(
             f"the suite {where} has no variable {unused[0]!r}, which --set sets: it has "
@@ -95,11 +99,14 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
     return benchmarks, references
 
 
-def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+def check(
+    benchmarks: Mapping[str, BenchmarkConfig], models: Mapping[str, str | Path] | None = None
+) -> None:
     """Checks the options of all benchmarks, then their data, before anything runs.
 
-    Raises ValueError for a wrong option and for data that the evaluator's own check refuses, and
-    FileNotFoundError for a missing folder or file.
+    Raises ValueError for a wrong option, for data that the evaluator's own check refuses, and for
+    one of the ``models`` that lacks the text tower which a benchmark needs; FileNotFoundError for a
+    missing folder or file.
     """
     check_options(benchmarks)
     for name, benchmark in benchmarks.items():
@@ -121,6 +128,13 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
                     raise FileNotFoundError(f"{option}: there is no {file}{_needs(benchmark)}")
             if protocol.check is not None:
                 protocol.check(root, **benchmark.typed_options)
+    reading = reading_texts(benchmarks)
+    for model, where in (models or {}).items():
+        if reading and not has_texts(split_name(where)[0]):
+            raise ValueError(
+                f"{model} ({where}) is an image encoder without a text tower, and {reading[0]} "
+                "compares images with texts: evaluate it on others alone (--only)"
+            )
 
 
 def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
@@ -328,7 +342,7 @@ def evaluate(
     numbers of its features; widths that its features do not exceed are left out.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
-    raise_on_every_rank(partial(check, benchmarks))
+    raise_on_every_rank(partial(check, benchmarks, models))
     path, precision = path or RunPaths.of(config).results, config.eval.precision
     settings: dict[str, Any] = {
         "batch_size": config.eval.batch_size,

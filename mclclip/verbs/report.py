@@ -44,8 +44,9 @@ def run(
     ``run_dir``: the folder of the run (default: ``run_dir`` of the configuration). ``config``: a
     YAML file or a recipe (default: the configuration that the run has recorded). ``out``: default
     is ``report.html`` in the folder. Raises FileNotFoundError if there is no run or nothing to show
-    yet, and ValueError if results.jsonl or the configuration is wrong.
+    yet, and ValueError if results.jsonl or the configuration is wrong or ``out`` is a folder.
     """
+    files.refuse_folder(out, "--out")
     settled = None if config is None else configuration.load(config, [])
     if run_dir is None:
         if settled is None:

@@ -16,7 +16,7 @@ from mclclip.eval import results, units
 from mclclip.eval.comparisons import LEVEL
 from mclclip.eval.outcomes import Outcomes
 from mclclip.report.verdict import Verdict
-from mclclip.verbs import compare
+from mclclip.verbs import compare, report
 from tests.forks import python
 
 NUM_PAIRS = 135
@@ -58,6 +58,12 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
     assert "+6 of 135 pairs: inside the noise (p = 0.062; the interval is of this" in words
     assert found[1].difference.low > 0 and "over 3 comparisons" in found[1].reason()
     assert "over 3 comparisons" in words and not found[2].reason()
+
+
+def test_a_folder_is_no_file_for_a_table_or_a_page(run_dir: Path, tmp_path: Path) -> None:
+    for write in (lambda: compare.run([run_dir], out=tmp_path), lambda: report.run(out=tmp_path)):
+        with pytest.raises(ValueError, match="is a folder: give a file"):
+            write()
 
 
 def test_a_table_is_shown_without_heavy_imports(run_dir: Path) -> None:

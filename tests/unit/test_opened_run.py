@@ -144,6 +144,24 @@ def test_rows_by_id_are_those_of_the_files_in_the_order_asked(made: Path) -> Non
             np.testing.assert_array_equal(found, stage.embeddings[:][wanted])
     with pytest.raises(IndexError, match=r"sample_id 48, the index has 0\.\.47"):
         stage.embeddings_of([3, 48])
+    mask = np.arange(48) < 7
+    reads = (stage.embeddings_of, stage.clusters_of, run.captions, run.stored_images, run.images)
+    for read in reads:
+        for wrong in (mask, [1.5]):
+            with pytest.raises(ValueError, match="flatnonzero"):
+                read(wrong)
+    for number in (-1, "stage_1"):
+        with pytest.raises(ValueError, match="wanted a whole number"):
+            run.stage(number)  # type: ignore[arg-type]
+
+
+def test_a_run_is_read_from_any_folder_and_at_exit_nothing_is_said(made: Path) -> None:
+    code = (
+        "import os, sys; from mclclip import Run; run = Run.open('.'); run.captions([0]); "
+        "os.chdir('/'); print(len(run.stage(0).embeddings))"
+    )
+    shown = python(code, check=True, cwd=made)
+    assert (shown.stdout, shown.stderr) == ("48\n", "")
 
 
 def test_rows_of_another_index_are_refused(copied: Path) -> None:

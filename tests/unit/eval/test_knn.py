@@ -13,6 +13,7 @@ import pytest
 
 from mclclip.eval.classification import LabelledFeatures, accuracy_figures
 from mclclip.eval.features import Extractor
+from mclclip.eval.images import read_parts
 from mclclip.eval.protocols import knn
 from mclclip.util import search
 from tests.unit.test_search import unit_rows
@@ -98,6 +99,23 @@ def test_bad_input_gets_one_clear_line(
         shutil.rmtree(folders / "train" / f"class_{label}")
     with pytest.raises(ValueError, match="images of 1 classes in train .* wanted at least 2"):
         run(encoder, folders)
+
+
+def test_the_chance_of_equally_frequent_classes_is_their_mean() -> None:
+    train, empty = np.array([0, 0, 1, 1, 2]), np.zeros((0, 1), dtype=np.float32)
+    data = LabelledFeatures(empty, train, empty, np.array([0, 1, 1, 1, 2]), {}, [*"abcde"])
+    figures = accuracy_figures(np.ones(5, dtype=np.int64), data, {})
+    chance = {figure.metric: figure.protocol["chance"] for figure in figures}
+    assert chance == {"accuracy": 40.0, "mean_per_class": pytest.approx(100 / 3, abs=0.01)}
+
+
+def test_a_folder_val_is_valid(folders: Path) -> None:
+    (folders / "val").mkdir()
+    shutil.move(folders / "train" / "class_0", folders / "val" / "class_0")
+    parts = read_parts(folders)
+    assert {part: len(data.images) for part, data in parts.items()} == {
+        "train": 10, "valid": 5, "test": 6,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("test", [[0, 1, 1, 2], [0, 2, 2, 2]])

@@ -71,10 +71,11 @@ def test_near_ties_are_counted(make_folder: Any, planted: Any) -> None:
 
 
 def test_accepted_layouts(make_folder: Any, planted: Any) -> None:
-    """Folders with underscores, suffixes in capitals, a byte order mark."""
+    """Folders with underscores, suffixes in capitals, zeros before numbers, a byte order mark."""
     root = make_folder({"Camera Perspective": 2}, images="MLLM_VLM_Images", suffix=".JPEG")
     images = root / "MLLM_VLM_Images"
     (images / "Camera Perspective").rename(images / "Camera_Perspective")
+    (images / "Camera_Perspective" / "2.JPEG").rename(images / "Camera_Perspective" / "002.JPEG")
     text = (root / "Questions.csv").read_text()
     (root / "Questions.csv").write_text(text, encoding="utf-8-sig")
     assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 5)), root))["pooled"] == 100.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -222,6 +223,7 @@ def test_suite_files(tmp_path: Path) -> None:
         "name: x": "is not a suite",
         "benchmarks: {x: {kind: nothing, path: y}}": "benchmark x.kind",
         "benchmarks: {x: {kind: mmvp, path: y, option: z}}": "benchmark x.option",
+        "benchmarks: {x: {kind: mmvp, path: ${data}/y}}": "in quotes",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message) as caught:
@@ -421,7 +423,24 @@ def test_missing_files_of_options_are_found_before_a_long_run(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError, match="captions: there is no .*held_out.csv"):
         evaluation.check({"held_out": benchmark})
     (tmp_path / "held_out.csv").write_text("filepath,title\n1.png,one\n")
-    evaluation.check({"held_out": benchmark})
+    benchmarks = {"held_out": benchmark, "loss": replace(benchmark, kind="contrastive_loss")}
+    for name, one in benchmarks.items():
+        with pytest.raises(FileNotFoundError, match=f"{name}.* 1 of the 1 images .* such as 1.png"):
+            evaluation.check({name: one})
+    (tmp_path / "1.png").touch()
+    evaluation.check(benchmarks)
+
+
+def test_a_model_without_texts_is_refused_before_any_is_measured(tmp_path: Path) -> None:
+    """By a suite that also has benchmarks for it."""
+    for name in ("train", "test"):
+        (tmp_path / name / "cat").mkdir(parents=True)
+    image_encoder = tmp_path / "encoder.json"
+    image_encoder.write_text(json.dumps({"embed_dim": 4, "vision_cfg": {"image_size": 8}}))
+    zeroshot = BenchmarkConfig(kind="zeroshot", path=str(tmp_path / "test"))
+    evaluation.check({"zs": zeroshot}, {"clip": "ViT-B-32@openai"})
+    with pytest.raises(ValueError, match="^mine .*without a text tower, and zs "):
+        evaluation.check({"zs": zeroshot}, {"mine": f"{image_encoder}@random"})
 
 
 @pytest.mark.parametrize(

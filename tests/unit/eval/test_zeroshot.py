@@ -74,7 +74,17 @@ def test_table_with_labels_and_classes(
     figures = run(encoder, tmp_path, **options)
     assert figures["top1"].value == 100.0 and figures["top1"].count == 3
     assert len(encoder.seen_texts) == 28 and "itap of a no 3." in encoder.seen_texts
-    # A class without images is a candidate.
+    # As Excel saves it in much of Europe; other formats are named.
+    (tmp_path / "excel.csv").write_text("filepath;label\n0.png;zero\n2.png;two\n1.png;one\n")
+    again = run(encoder, tmp_path, **options | {"labels": "excel.csv"})
+    assert again["top1"].value == 100.0
+    (tmp_path / "labels.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="labels.parquet is no .csv"):
+        run(encoder, tmp_path, **options | {"labels": "labels.parquet"})
+    # Names are texts as others are, and a class without images is a candidate.
+    (tmp_path / "latin.txt").write_bytes("zero\tKäse\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="latin.txt cannot be read"):
+        run(encoder, tmp_path, **options | {"classes": "latin.txt"})
     wanted = {"classes": "classes.txt", "templates": "clip_7", "num_templates": 7, "num_classes": 4}
     assert wanted.items() <= figures["top1"].protocol.items()
 
