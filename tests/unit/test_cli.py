@@ -252,13 +252,6 @@ def test_a_misspelled_word_is_named_with_the_nearest(main: Any, words: str, near
     assert shown.code == process.EXIT_USER and near in shown.err
 
 
-def test_an_unknown_key_is_2_in_one_line(main: Any, tmp_path: Path) -> None:
-    shown = main("run", f"run_dir={tmp_path / 'run'}", "train.learningrate=1")
-    assert shown.code == 2 and shown.out == ""
-    assert shown.err.startswith("mclclip: unknown option 'train.learningrate': did you mean ")
-    assert shown.err.count("\n") == 1 and not (tmp_path / "run").exists()
-
-
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*_: object) -> NoReturn:
         raise error

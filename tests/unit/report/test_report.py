@@ -140,19 +140,6 @@ def test_the_story_says_what_was_done(page: str) -> None:
     assert "“ungrouped” repeated" in words
 
 
-def test_the_story_says_what_a_trained_base_began_with(copied: Path) -> None:
-    shutil.copytree(copied / "stage_1" / "train", copied / "stage_0" / "train")
-    path = without_pictures(copied) / "config.yaml"
-    before = path.read_text()
-    for option, sentence in (
-        ("image_weights=a.safetensors", "It began with the image tower of “a.safetensors” and"),
-        ("pretrained=openai", "It began with the weights “openai” and was trained by"),
-    ):
-        path.write_text(before)
-        path.write_text(config.dump(config.load(path, [f"model.{option}"])))
-        assert sentence in words_of_run(copied, "story")
-
-
 def test_the_clusters_show_their_words_and_members(page: str) -> None:
     words = text_of(page, "clusters")
     stage_0 = words.partition("Stage 0")[2].partition("Stage 1")[0]
