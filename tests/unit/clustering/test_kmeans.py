@@ -61,22 +61,6 @@ def start(rows: np.ndarray, *numbers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_update_is_the_mean_of_each_cluster(algorithm: Any) -> None:
-    rows = noise()
-    initial = start(rows, 0, 1, 2, 3, 4)
-    found = fit(
-        cut_blocks([rows], BLOCK), 5, algorithm=algorithm, initial=initial, max_iterations=1
-    )
-    labels = slow_distances(rows, initial, algorithm).argmin(axis=1)
-    used = unit(rows) if algorithm == "spherical" else rows
-    means = np.stack([used[labels == k].mean(axis=0) for k in range(5)])
-    if algorithm == "spherical":
-        means = unit(means)
-    np.testing.assert_allclose(found.centroids.numpy(), means, rtol=1e-5, atol=1e-6)
-    assert found.iterations == 1
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_result_describes_its_own_assignment(algorithm: Any) -> None:
     rows = noise()
     found = fit(cut_blocks([rows], BLOCK), 6, algorithm=algorithm, max_iterations=4)

@@ -138,15 +138,9 @@ def test_exif_orientation_turns_the_image_upright(format: str, orientation: int)
     assert np.array_equal(pixels(data), upright)
 
 
-def test_exif_rotated_jpeg_and_damaged_exif() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    image = pattern()
-    data = encode(image.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif, quality=95)
-    assert pixels(data).shape == (24, 40, 3)
-    assert np.abs(pixels(data).astype(int) - np.asarray(image).astype(int)).max() < 40
+def test_a_picture_with_damaged_exif_is_read() -> None:
     for damaged in (b"Exif\0\0MM\0*\xff\xff\xff\xff", b"Exif\0\0nonsense", b"Exif\0\0"):
-        data = encode(image, "JPEG", exif=damaged, quality=95)
+        data = encode(pattern(), "JPEG", exif=damaged, quality=95)
         assert pixels(data).shape == (24, 40, 3)
 
 

@@ -53,18 +53,11 @@ def index(tmp_path: Path) -> SampleIndex:
     return build(tmp_path / "index", rows("s/a", "s/bb"), rows(), rows("s/ccc", captions=3))
 
 
-def test_columns(index: SampleIndex) -> None:
-    assert len(index) == 3
-    assert index.keys([2, 0]) == ["s/ccc", "s/a"]
-    assert index.keys([]) == []
-    assert index.image_offset.tolist() == [3 * 512, 4 * 512, 5 * 512]
-    assert (index.image_size[0], index.text_offset[0], index.text_size[0]) == (5, 7, 9)
-    assert index.shard_of.tolist() == [0, 0, 2]
-    assert index.num_captions.tolist() == [1, 1, 3]
-    assert index.caption_start.tolist() == [0, 1, 2, 5]
+def test_columns_are_mapped_and_not_copied(index: SampleIndex) -> None:
+    assert index.keys([2, 0]) == ["s/ccc", "s/a"] and index.keys([]) == []
     assert [(s.start, s.stop) for s in index.shards] == [(0, 2), (2, 2), (2, 3)]
     assert index.digest == digest_keys(["s/a", "s/bb", "s/ccc"])
-    for name in ("image_offset", "shard_of", "num_captions"):  # mapped, not copied
+    for name in ("image_offset", "shard_of", "num_captions"):
         array = getattr(index, name)
         assert not array.flags.owndata and not array.flags.writeable
 
