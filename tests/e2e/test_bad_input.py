@@ -67,20 +67,6 @@ def test_refused_before_anything_is_written(
     assert set(files(tmp_path / "run")) <= {"config.yaml"}
 
 
-def test_more_than_the_data_hold_is_refused_before_stage_zero(
-    shell: Shell, config: Path, tmp_path: Path
-) -> None:
-    command = (
-        "run",
-        "--config",
-        config,
-        f"run_dir={tmp_path / 'run'}",
-        "cluster.num_clusters=5000",
-    )
-    assert "is more than the index's 192 samples" in shell.refused(*command)
-    assert not (tmp_path / "run" / "stage_0").exists()
-
-
 # --- on a run that has come to stage 1 ----------------------------------------------------------
 
 

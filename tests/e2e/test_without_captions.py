@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from mclclip.checkpoint import step_files
 from mclclip.data.datasets.patterns import draw_samples
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.models.loading import load_towers
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import RecordBatches, Shell
@@ -24,6 +27,10 @@ MLCD = (
     "cluster.num_clusters=9",
     "cluster.labels_per_sample=2",
 )
+FIGURES = {
+    "positive_loss", "negative_loss", "positive_cosine", "max_negative_cosine", "saturated_share",
+    "distinct_positives", "conflicts",
+}  # fmt: skip
 
 
 def config_of(folder: Path, bare: Callable[[int], bool]) -> Path:
@@ -58,6 +65,21 @@ def test_mlcd_trains_on_images_without_captions_and_what_reads_them_is_refused(
     counts = artifacts.read_manifest(run_dir / "stage_1/train", "train").counts
     assert "without_caption" not in counts
     assert recorded.sample_ids().shape == (3, 8) and len(set(recorded.sample_ids().flat)) == 24
+    # Of the losses each row has its figures; centers move from the centroids, and no text tower.
+    assert FIGURES <= tiny.rows(run_dir / "stage_1/train/metrics.jsonl")[0].keys()
+    state = step_files.load_model_state(run_dir / "stage_1/train/checkpoints", 3, "class_centers")
+    moved = state["rows"] - torch.from_numpy(np.load(run_dir / "stage_0/clusters/centroids.npy"))
+    assert moved.shape == (9, 8) and moved.abs().max() > 0 and int(state["steps"].max()) == 3
+    before, after = (
+        load_towers(run_dir / stage / "export").clip.state_dict()
+        for stage in ("stage_0", "stage_1")
+    )
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {n for n in before if not n.startswith("visual.")} <= same and "visual.proj" not in same
+    assert "leave it out" in shell.refused(
+        "train", "--stage", 1, "--variant", "ungrouped", *given, *MLCD
+    )
+    assert not (run_dir / "controls").exists()
     # The verbs by themselves refuse it too.
     for arguments in (("embed", "--stage", 0, "--text"), ("train", "--stage", 1, "--force")):
         assert words in shell.refused(*arguments, *given)
