@@ -39,6 +39,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
     gc.enable()
 
 
