@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import mclclip
 from mclclip.data.groups import GroupedIndex
 from mclclip.eval import results
 from mclclip.run.artifacts import INTENT
@@ -103,6 +105,36 @@ def test_its_report_has_every_part(shell: Shell, done: Run, tmp_path: Path) -> N
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == page
     assert "wrote" in again.stderr
     assert str(tmp_path) in shell.refused("report", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stage_0/export", "exports/soup_uniform"])
+def test_exports_load_in_plain_open_clip(done: Run, name: str) -> None:
+    where = done.run_dir / name
+    ours = mclclip.load_model(where)
+    import open_clip  # after mclclip, which mends torchvision beside a CPU torch
+
+    plain, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{where}")
+    plain.eval()
+    images = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    tokens = open_clip.get_tokenizer(f"local-dir:{where}")(["a red circle", "two blue squares"])
+    torch.testing.assert_close(tokens, ours.tokenizer(["a red circle", "two blue squares"]))
+    with torch.inference_mode():
+        image_features = plain.encode_image(images, normalize=True)
+        text_features = plain.encode_text(tokens, normalize=True)
+        torch.testing.assert_close(ours.encode_image(images), image_features, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours.encode_text(tokens), text_features, rtol=0, atol=1e-6)
+    assert ours.logit_scale == pytest.approx(plain.logit_scale.exp().item(), rel=1e-6)
+    assert str(ours.stages[0].preprocess_val) == str(preprocess)
+
+
+def test_concat_is_a_directory_that_load_model_reads(done: Run) -> None:
+    for name in JOINED[:2]:
+        where = done.run_dir / "exports" / name
+        assert {"concat.json", "open_clip_config.json"} <= {p.name for p in where.iterdir()}
+        encoder = mclclip.load_model(where)
+        features = encoder.encode_image(torch.rand(4, 3, 32, 32)).detach()
+        assert features.shape == (4, encoder.embed_dim) == (4, 2 * tiny.MODEL["embed_dim"])
+        torch.testing.assert_close(features.norm(dim=-1), torch.ones(4))
 
 
 def test_controls_repeat_the_training_without_meaning(done: Run) -> None:

@@ -178,6 +178,40 @@ def test_the_suite_of_27_has_the_metrics_of_the_paper() -> None:
         assert reference.metric == (metrics[reference.benchmark] or "top1")
 
 
+TABLE_10 = """
+food101 102 75,750 25,250 accuracy | cifar10 10 50,000 10,000 accuracy
+cifar100 100 50,000 10,000 accuracy | birdsnap 500 42,138 2,149 accuracy
+sun397 397 19,850 19,850 accuracy | stanford_cars 196 8,144 8,041 accuracy
+fgvc_aircraft 100 6,667 3,333 mean_per_class | voc2007 20 5,011 4,952 map_11_point
+dtd 47 3,760 1,880 accuracy | pets 37 3,680 3,669 mean_per_class
+caltech101 101 3,000 5,677 mean_per_class | flowers102 102 2,040 6,149 mean_per_class
+mnist 10 60,000 10,000 accuracy | stl10 10 5,000 8,000 accuracy
+eurosat 10 10,000 5,000 accuracy | resisc45 45 3,150 25,200 accuracy
+gtsrb 43 26,640 12,630 accuracy | kitti_distance 4 6,770 711 accuracy
+country211 211 42,200 21,100 accuracy | pcam 2 294,912 32,768 accuracy
+ucf101 101 9,537 1,794 accuracy | kinetics700 700 530,779 33,944 mean_of_top1_and_top5
+clevr_counts 8 2,000 500 accuracy | hateful_memes 2 8,500 500 roc_auc
+rendered_sst2 2 7,792 1,821 accuracy
+"""  # MLCD's, without ImageNet
+
+
+def test_the_linear_probes_of_the_26_sets_have_their_metrics_and_sizes() -> None:
+    suite, references = evaluation.load_suite("linear_probe_26", ["data=/data"])
+    published = [row.split() for row in TABLE_10.replace("|", "\n").strip().splitlines()]
+    for name, classes, train, test, metric in published:
+        benchmark = suite[name]
+        size = f"; {classes} classes, {train} images to learn from, {test} to test"
+        assert benchmark.source.endswith(size), name
+        assert benchmark.options.get("metric", "accuracy") == metric, name
+        assert (benchmark.kind, benchmark.options["feature"]) == ("linear_probe", "pooled")
+    assert {row[0] for row in published} | {"fer2013"} == suite.keys()
+    assert len(suite) == 26 and suite["voc2007"].options["labels"]
+    for reference in references:  # a published figure stands under the metric of its data set
+        metric = suite[reference.benchmark].options.get("metric", "accuracy")
+        assert reference.metric == metric
+    assert sum(r.value for r in references) / 26 == pytest.approx(84.6, abs=0.05)
+
+
 def test_suite_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no suite 'nothing'.* own\.yaml, .* mcl"):
         evaluation.load_suite("nothing")
