@@ -13,23 +13,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = [
-    "mclclip.cli.entry",
-    "mclclip.config",
-    "mclclip.method",
-    "mclclip.ranks.process_group",
-    "mclclip.run.lock",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._dynamo",  # what the first optimizer imports
-    "sklearn.metrics",
-    "tests.contracts.test_evaluators",
-    "tests.contracts.test_objectives",
-    "tests.distributed.test_engines",
-    "tests.e2e.conftest",
-    "tests.made_before",
-]
-
 
 def is_running(pid: int) -> bool:
     """Whether a process can still do something (a zombie cannot)."""
@@ -42,7 +25,7 @@ def is_running(pid: int) -> bool:
 def context() -> ForkServerContext:
     """The context of such processes; a test process has one server."""
     found = get_context("forkserver")
-    found.set_forkserver_preload(_PRELOADED)
+    found.set_forkserver_preload(["tests.preloaded"])
     return found
 
 
