@@ -233,8 +233,9 @@ class FineTuning:
         self._check_held_out()
         if samples is None:
             names = {"captions": self.captions, "base": self.base, "out": self.out}
-            table = self._open_table(advice.words_of("finetune", self.images, **names))
-            counted = _count(table)
+            command = advice.words_of("finetune", self.images, **names)
+            table = self._open_table(command)
+            counted = self._count(table, command)
             samples = sum(1 for _ in table.rows(Findings())) if counted is None else counted
         machine = Machine(memory_gib=gpu_gib, elsewhere=True)
         situation = Situation(
@@ -259,7 +260,7 @@ class FineTuning:
         )  # fmt: skip
         table = self._open_table(command)
         if replaces:
-            count = self._count_training(_count(table) or _MANY)
+            count = self._count_training(self._count(table, command) or _MANY)
             likely, _ = choices.choose(self._situation(context, count), self.overrides)
             self._check_size(likely)
             method.check(likely, context, reads_benchmarks=False)
@@ -328,6 +329,16 @@ class FineTuning:
             )
         return table
 
+    def _count(self, table: Table, command: Sequence[str]) -> int | None:
+        """Returns the number of pictures of a table that are there; None if only reading all would
+        tell. Raises ValueError if there is none, or none has a caption."""
+        if table.holds_images:
+            return table.count
+        rows = pack.present_rows(table, self.images, self.packing.get("allow_roots", ()), command)
+        if not any(row.captions for row in rows):
+            raise ValueError(_describe_lack(str(table.path)))
+        return len(rows)
+
 
 def _describe_lack(what: str) -> str:
     """Returns the message for pictures without captions."""
@@ -369,22 +380,6 @@ def _has_trained(out: Path) -> bool:
     folders = ("", "controls/*/")
     left = ("checkpoints/step_*", MANIFEST)
     return any(any(out.glob(f"{at}stage_*/train/{name}")) for at in folders for name in left)
-
-
-def _count(table: Table) -> int | None:
-    """Returns the number of pictures of a table whose files are there; None if only reading all
-    would tell.
-
-    Raises ValueError if it names pictures and none has a caption.
-    """
-    if table.holds_images:
-        return table.count
-    captions: dict[str, bool] = {}  # whether a picture has one
-    for row in table.rows(Findings()):
-        captions[row.path] = captions.get(row.path, False) or any(map(str.strip, row.captions))
-    if captions and not any(captions.values()):
-        raise ValueError(_describe_lack(str(table.path)))
-    return sum(os.path.isfile(table.root / path) for path in captions)
 
 
 def choose_machine(context: Context) -> tuple[Machine, str]:

@@ -342,6 +342,24 @@ def _join_rows(
     return map(_merge_captions, by_path.values()), len(by_path)
 
 
+def present_rows(
+    table: Table, source: Path, allow_roots: Sequence[Path], command: Sequence[str]
+) -> list[Row]:
+    """Returns the rows of a table that names files, of those that are there, each with all its
+    captions; no picture is read. Raises the ValueError of `pack` if there is none."""
+    findings, from_folder = Findings(), partial(_from_folder, table, source, command)
+    rows, _ = _join_rows(table, Roots(table.root, *allow_roots), from_folder, findings)
+    present: list[Row] = []
+    for row in rows:
+        if isfile(table.root / row.path):
+            present.append(row)
+        else:
+            findings.add("missing_image", row.path)
+    if not present:
+        raise ValueError(_describe_nothing_usable(table, findings, from_folder))
+    return present
+
+
 def _count_unnamed(
     rows: Iterable[Row], folder: Path, table: Table, roots: Roots, findings: Findings
 ) -> None:

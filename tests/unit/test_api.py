@@ -175,9 +175,14 @@ def test_a_dry_run_refuses_pictures_without_captions(tmp_path: Path) -> None:
         tuning(tmp_path).dry_run(None, None)
     table = tmp_path / "t.csv"
     table.write_text("image,caption\n" + "".join(f"{number}.jpg,a\n" for number in range(130)))
-    with pytest.raises(ValueError, match="too few pictures .*: 0 "):
+    with pytest.raises(ValueError, match="130 images that are not in the folder"):
         tuning(tmp_path, captions=table).dry_run(None, None)
-    table.unlink()
+    # Names start from the folder of the table too, as where they are packed.
+    table.write_text(
+        "image,caption\n" + "".join(f"{tmp_path.name}/{n}.png,a\n" for n in range(130))
+    )
+    beside = table.rename(tmp_path.parent / f"{tmp_path.name}.csv")
+    assert "base:" in tuning(tmp_path, captions=beside).dry_run(None, None)
     (tmp_path / "7.txt").write_text("a caption")
     assert "base:" in tuning(tmp_path).dry_run(None, None)
 
