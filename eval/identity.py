@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.table_formats import DELIMITERS, LINES
 from mclclip.data.text_rows import folders_beside
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.models import transformers_folder
@@ -14,7 +15,7 @@ from mclclip.models.weights import SUFFIXES
 from mclclip.run.artifacts import MANIFEST, parse_manifest
 from mclclip.util.files import digest_file, digest_json
 
-_TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".jsonlines", ".txt", ".token")
+_TEXTS = (*DELIMITERS, *LINES, ".json")
 _DATA = (*_TEXTS, ".parquet", ".tar", *(f".{suffix}" for suffix in PICTURE_SUFFIXES))
 
 
@@ -66,7 +67,7 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
             is_data = path.suffix.lower() in _DATA and path.name[0] != "."
             is_data &= path.stem.upper() != "README"
             if is_data and path.name != MANIFEST and path.is_file():
-                is_text = path.parent == root and path.suffix in _TEXTS
+                is_text = path.parent == root and path.suffix.lower() in _TEXTS
                 content = digest_file(path) if is_text else path.stat().st_size
                 parts.append([str(path.relative_to(root)), content])
     return digest_json(parts)[:16]

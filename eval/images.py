@@ -25,7 +25,7 @@ from mclclip.data.index_tables import Shard, join_rows
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
-from mclclip.data.table_formats import DELIMITERS
+from mclclip.data.table_formats import KINDS
 from mclclip.data.text_tables import csv_format, delimiter_of, refuse_misread
 from mclclip.util.files import MAX_JSON_BYTES, below, parse_json, read_bounded
 
@@ -85,15 +85,15 @@ def image_items(images: Iterable[Any], root: Path) -> list[str]:
 
 
 def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, list[str]]]:
-    """Reads a .csv, .tsv or .txt with a header, whatever its delimiter. Returns for every row its
+    """Reads a table of text with a header, whatever its delimiter. Returns for every row its
     place, such as 'labels.csv line 3', and its cells in these ``columns``.
 
     ``what`` says in the FileNotFoundError what the file is, for example 'table of labels'.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
-    if path.suffix.lower() not in DELIMITERS:
-        raise ValueError(f"{path} is no {', '.join(DELIMITERS)}: save the {what} as .csv")
+    if KINDS.get(path.suffix.lower(), "csv") != "csv":
+        raise ValueError(f"{path} is no table of text: save the {what} as .csv")
     delimiter = delimiter_of(path)
     table = csv_format(path, delimiter)
     if missing := [name for name in columns if name not in table.columns]:
@@ -121,7 +121,8 @@ def read_lines(
 def refuse_absent(images: Sequence[Any], table: Path, folder: Path) -> None:
     """Raises FileNotFoundError if some of the ``images`` that ``table`` names are files that are
     not there. Images in shards are not looked for."""
-    absent = [image.name for image in images if isinstance(image, Path) and not image.exists()]
+    files = [image for image in images if isinstance(image, Path)]
+    absent = [path.name for path in files if not os.path.isfile(path)]
     if absent:
         raise FileNotFoundError(
             f"{len(absent)} of the {len(images)} images of {table} are not in {folder}, such as "
@@ -218,15 +219,18 @@ def as_words(label: str) -> str:
     return label.replace("_", " ")
 
 
-def labels_of(root: Path, table: str | None = None) -> list[str]:
-    """The sorted labels of a benchmark.
+def labels_of(root: Path, table: str | None = None, *, present: bool = False) -> list[str]:
+    """The sorted labels of a benchmark; with ``present`` the images of a table must be there.
 
     With ``table`` they are those in the file ``root/table``, or, if that is a folder as of PASCAL
     VOC, the names CLASS of its files CLASS_test.txt. Otherwise they are the classes of the shards
     in ``root``, or its folders, even empty ones. Raises ValueError if there is no class.
     """
     if table:
-        labels = {label for _, label, _ in _table_rows(root, table, several=True)}
+        rows = _table_rows(root, table, several=True)
+        labels = {label for _, label, _ in rows}
+        if present:
+            refuse_absent([*dict.fromkeys(image for image, *_ in rows)], root / table, root)
     elif shards := class_shards(root):
         numbers = {str(number) for number, _ in enumerate(class_names(root))}
         labels = numbers or {label for _, label, _ in _members(shards)}
@@ -288,8 +292,10 @@ def read_parts(
                 "such as train/cat/1.jpg"
             )
     folders = {part: root / part for part in parts}
-    if not folders["valid"].is_dir():
+    if not folders["valid"].is_dir() and not _is_one(root / "val", folders["test"]):
         folders["valid"] = root / "val"
+    if table is None and _is_one(folders["valid"], folders["test"]):
+        raise ValueError(f"{folders['valid']} is the folder {folders['test']}: leave one out")
     rows: dict[Part, Rows] = {
         part: _table_rows(root, table, part, several=several)
         if table
@@ -312,6 +318,10 @@ def read_parts(
     if table:
         refuse_absent([image for of in labelled.values() for image in of.images], where, root)
     return labelled
+
+
+def _is_one(folder: Path, other: Path) -> bool:
+    return folder.exists() and other.exists() and folder.samefile(other)
 
 
 def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str, str]:
@@ -442,10 +452,11 @@ def _table_rows(root: Path, table: str, part: Part | None = None, *, several: bo
     columns, parts = ("filepath", "label", *(["split"] if part else [])), get_args(Part)
     rows = Rows()
     for line, (file, label, *split) in read_rows(path, columns, "table of labels"):
-        if not file or not label.strip() or (split and split[0].strip() not in parts):
+        split = ["valid" if word.strip() == "val" else word.strip() for word in split]
+        if not file or not label.strip() or (split and split[0] not in parts):
             wants = "a filepath and a label" + f", and a split of {', '.join(parts)}" * bool(split)
             raise ValueError(f"{line} is {[file, label, *split]}: wanted {wants}")
-        if [word.strip() for word in split] in ([], [part]):
+        if split in ([], [part]):
             rows.append((below(root, file, line), label.strip(), 1))
     times = Counter(image for image, _, _ in rows)
     if not several and (twice := [image for image, count in times.items() if count > 1]):

@@ -193,25 +193,26 @@ def read(path: Path) -> dict[str, Outcomes]:
     table = pa.ipc.open_file(pa.BufferReader(data)).read_all().combine_chunks()
     decoded: dict[str, Outcomes] = {}
     start = 0
-    for metric, group in groupby(_names(table["metric"])):
+    columns = {name: table[name].combine_chunks() for name in ("metric", *_COLUMNS)}
+    words = {name: column.dictionary.to_pylist() for name, column in columns.items()}
+
+    def texts_of(name: str, begin: int, count: int) -> list[str]:
+        numbers = columns[name].indices.slice(begin, count).to_pylist()
+        return [words[name][number] for number in numbers]
+
+    for metric, group in groupby(texts_of("metric", 0, len(table))):
         rows = table.slice(start, sum(1 for _ in group))
-        start += len(rows)
         texts: dict[str, Any] = {
-            name: None if rows[name].null_count else _names(rows[name]) for name in _COLUMNS
+            name: None if rows[name].null_count else texts_of(name, start, len(rows))
+            for name in _COLUMNS
         }
+        start += len(rows)
         statistic = rows["statistic"][0].as_py()
         is_ranking = STATISTICS[statistic].is_ranking
         truth = np.array(rows["truth"].to_pylist()) if is_ranking else None
         values = np.from_dlpack(rows["value"].chunk(0))  # to_numpy would import pandas
         decoded[metric] = Outcomes(values=values, truth=truth, statistic=statistic, **texts)
     return decoded
-
-
-def _names(column: pa.ChunkedArray) -> list[str]:
-    """Returns the texts of a column that is stored as a dictionary, in one chunk, without nulls."""
-    encoded = column.chunk(0)
-    names = encoded.dictionary.to_pylist()
-    return [names[number] for number in encoded.indices.to_pylist()]
 
 
 # --- two encoders on the same items -----------------------------------------------------------

@@ -16,14 +16,7 @@ from typing import Any
 
 from mclclip.data.shard_scan import read_text_file
 from mclclip.eval.classification import Metric, check_metric
-from mclclip.eval.images import (
-    CLASS_NAMES,
-    as_words,
-    class_names,
-    class_shards,
-    labels_of,
-    read_labelled,
-)
+from mclclip.eval.images import CLASS_NAMES, as_words, class_names, class_shards, labels_of
 from mclclip.util.files import needed, parse_json, read_json
 
 IMAGENET = "imagenet1k"
@@ -221,10 +214,8 @@ def check(
     **_: Any,
 ) -> None:
     """Raises those errors of ``zeroshot.evaluate`` that show without reading the images."""
-    names = find_names(labels_of(root, labels), classes, root)
+    names = find_names(labels_of(root, labels, present=True), classes, root)
     check_metric(metric, len(names), labels)
-    if labels:
-        read_labelled(root, names, labels, several=metric == "map_11_point")
     find_templates(templates, root)
 
 

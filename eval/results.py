@@ -18,7 +18,7 @@ from mclclip.eval import outcomes
 from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.units import PERCENT, UNITS, Unit
-from mclclip.util.files import printable, write_bytes
+from mclclip.util.files import printable, remove_leftovers, write_bytes
 from mclclip.util.options import first_problem
 
 WIDTH = 80
@@ -136,7 +136,7 @@ def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: st
     """Writes the figures of one model on one benchmark into the results.jsonl at ``path``, and the
     outcomes of their items beside it; returns the rows.
 
-    Files of outcomes that no row names any more are removed.
+    Files of outcomes that no row names any more, and what a killed process left, are removed.
     """
     of_items = {f.metric: f.outcomes for f in figures if f.outcomes is not None}
     names = [field.name for field in fields(Measurement) if field.name != "outcomes"]
@@ -150,6 +150,7 @@ def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: st
     for file in (path.parent / outcomes.FOLDER).glob("*.arrow"):
         if file.name not in referenced:
             file.unlink()
+    remove_leftovers(path.parent / outcomes.FOLDER)
     return rows
 
 

@@ -95,8 +95,9 @@ class Run(opened.Run):
     def tuned(self) -> str:
         """Returns the name of the trained encoder that represents the run, better than the base or
         not: the one with the highest mean of the main metrics of the share ``choose``, or of all
-        benchmarks without that share. A single model is preferred to a concat that is not better
-        beyond chance. It is 'stage_0' if only stage 0 and controls were measured."""
+        benchmarks without that share. A single model that is above the base is preferred to a
+        concat that is not better beyond chance. It is 'stage_0' if only stage 0 and controls were
+        measured."""
         return compare.tuned(compare.read_runs([self.directory])) or compare.BASE
 
     def verdict(self) -> list[str]:

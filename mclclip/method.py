@@ -29,7 +29,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import trackers
 from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
-from mclclip.util import advice, files
+from mclclip.util import files
 from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, embed, export, index, relocate, report, texts, train
 from mclclip.verbs import eval as evaluation
@@ -74,8 +74,6 @@ def run(
                 _evaluate(config, context, variant, joined)
     if config.track:
         collectives.on_main(lambda: report.track(config))
-    command = advice.again(["mclclip", "report"], config.run_dir)
-    log.info("for one page of all that this run left: %s", command)
     return Path(config.run_dir)
 
 

@@ -172,7 +172,8 @@ def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
     files = [path for path in type_folder.iterdir() if path.suffix.lower() in SUFFIXES]
     files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
-    return {path.stem.lstrip("0") or "0": path for path in files}
+    padded = {path.stem.lstrip("0"): path for path in files}
+    return padded | {path.stem: path for path in files}
 
 
 EVALUATOR = Evaluator(

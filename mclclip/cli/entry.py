@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from mclclip.util import advice
 if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
+
+log = logging.getLogger("mclclip")
 
 # Parsed names that are no arguments of the function of a verb; nor are, of a verb that gets a
 # configuration, the words that make it.
@@ -79,6 +82,8 @@ def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
     run_dir = method.run(config, context, force=args.force)
     if context.is_main and (rows := results.read(run_dir / "results.jsonl")):
         print(results.table(rows))
+    command = advice.again(["mclclip", "report"], config.run_dir)
+    log.info("for one page of all that this run left: %s", command)
     return run_dir
 
 

@@ -147,7 +147,6 @@ def run(
         try:
             if context.is_main:  # with the lock, all temporary files are of killed processes
                 files.remove_leftovers(layout.run_dir)
-                files.remove_leftovers(layout.outcomes)
                 if not layout.index.is_symlink():  # then another run has it
                     files.remove_leftovers(layout.index)
             _call_and_record(config, verb, context, work)

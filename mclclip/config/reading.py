@@ -38,6 +38,8 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
     file = None if path is None else Path(find_recipe(path))
+    if file is not None and not file.stat().st_size:
+        raise ValueError(f"{path} is empty: the command that was to write it has failed")
     tree = {} if file is None else read_yaml(file) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")

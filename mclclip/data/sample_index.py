@@ -377,15 +377,14 @@ class SampleIndex:
         """Returns the ids as int64 [n]. Raises IndexError for one outside the index, and ValueError
         for a mask and other numbers that are not whole."""
         array = np.asarray(ids)
-        if array.size and not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"sample_ids are of the type {array.dtype}, wanted whole numbers; of a mask they "
-                "are np.flatnonzero(mask)"
-            )
-        array = array.astype(np.int64, copy=False)
-        if (outside := array[(array < 0) | (array >= len(self))]).size:
+        if array.dtype == bool and array.size:
+            raise ValueError("sample_ids are a mask, wanted whole numbers: np.flatnonzero(mask)")
+        numbers = array.astype(np.int64)
+        if array.dtype.kind not in "iu" and not np.array_equal(array, numbers):
+            raise ValueError("sample_ids are not whole numbers")
+        if (outside := numbers[(numbers < 0) | (numbers >= len(self))]).size:
             raise IndexError(f"sample_id {outside[0]}, the index has 0..{len(self) - 1}")
-        return array
+        return numbers
 
 
 class SharedBadSamples:

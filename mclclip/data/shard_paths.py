@@ -50,6 +50,8 @@ def expand_shards(
     )
     if not paths:
         raise FileNotFoundError(f"{option} names no shard: {printable(str(patterns))}")
+    if paths[0].lower().endswith(".txt"):
+        raise ValueError(f"{option}: {paths[0]} is a text: for a list of shards write @{paths[0]}")
     for path, following in itertools.pairwise(paths):
         if path == following:
             raise ValueError(f"{option} names {printable(path)} twice: list each shard once")
@@ -60,10 +62,6 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     """Returns the files of a brace list or glob; each of its alternatives must match a file."""
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
-        if literal.endswith(".txt"):
-            raise ValueError(
-                f"{option}: {pattern} is a text: for a list of shards write @{pattern}"
-            )
         return [literal]
     if files := _glob(literal, option):
         return files

@@ -52,7 +52,7 @@ def delimiter_of(path: Path) -> str:
 def _delimiter(path: Path, header: str) -> str:
     if match := _SEPARATOR.fullmatch(header) or _PICTURE_FIRST.match(header):
         return match[1]
-    usual = DELIMITERS[path.suffix.lower()]
+    usual = DELIMITERS.get(path.suffix.lower(), ",")
     others = [each for each in (";", "\t", "|", ",") if usual not in header and each in header]
     return others[0] if others else usual
 

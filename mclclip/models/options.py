@@ -166,14 +166,20 @@ def architecture_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str,
     if isinstance(config, str):
         path = Path(config.removeprefix("local-dir:"))
         try:
-            if path.is_dir():
-                path = path / "open_clip_config.json"
-            elif path.suffix != ".json":
-                package = find_spec("open_clip")
-                folders = package.submodule_search_locations if package else None
-                path = Path(next(iter(folders or []), "")) / "model_configs"
-                path = path / f"{config.replace('/', '-')}.json"
-            config = files.read_model_json(path)
+            if config.startswith("hf:"):
+                from mclclip.models import clip, transformers_folder  # torch
+
+                folder = transformers_folder.find(config, fetch=False)
+                config, _, _ = clip.find(f"hf:{folder}", load_weights=False)
+            else:
+                if path.is_dir():
+                    path = path / "open_clip_config.json"
+                elif path.suffix != ".json":
+                    package = find_spec("open_clip")
+                    folders = package.submodule_search_locations if package else None
+                    path = Path(next(iter(folders or []), "")) / "model_configs"
+                    path = path / f"{config.replace('/', '-')}.json"
+                config = files.read_model_json(path)
         except (OSError, ValueError):
             config = None
     config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}

@@ -67,13 +67,17 @@ _CLIPS_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIPS_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def find(name: str) -> Path:
-    """Returns the folder of a model; one on the hub is downloaded unless it is in the cache.
+def find(name: str, *, fetch: bool = True) -> Path:
+    """Returns the folder of a model; one on the hub is downloaded, if ``fetch``, unless it is in
+    the cache.
 
-    Raises FileNotFoundError if there is no such folder, or it has no config.json.
+    Raises FileNotFoundError if there is no such folder, or it has no config.json, and ValueError
+    for an adapter.
     """
     where = name.removeprefix(PREFIX)
     directory = Path(where)
+    if where and directory.is_file():
+        raise FileNotFoundError(f"{where} is a file: give its folder, {PREFIX}{directory.parent}")
     if not where or not directory.is_dir():
         if where.count("/") != 1 or where.startswith((".", "/", "~")):
             raise FileNotFoundError(
@@ -83,9 +87,9 @@ def find(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         what = f"the files of {where!r}"
-        directory = Path(
-            weights.fetch_quietly(what, lambda: snapshot_download(where, allow_patterns=[*_FILES]))
-        )
+        options: dict[str, Any] = {"allow_patterns": [*_FILES], "local_files_only": not fetch}
+        directory = Path(weights.fetch_quietly(what, lambda: snapshot_download(where, **options)))
+    weights.refuse_adapter(directory)
     if not (directory / CONFIG).is_file():
         if inner := sorted(directory.glob(f"*/{CONFIG}")):  # as sentence-transformers saves it
             raise FileNotFoundError(
@@ -278,12 +282,12 @@ def _preprocessing(directory: Path, image_size: int) -> dict[str, Any]:
     Raises FileNotFoundError if there is none, and ValueError if it treats pictures in a way that
     open_clip cannot.
     """
-    path, record = directory / PREPROCESSOR, None
+    path, record = directory / PROCESSOR, None  # transformers 5 saves all processors in one
     if path.is_file():
-        record = files.read_model_json(path)
-    elif (path := directory / PROCESSOR).is_file():  # transformers 5 saves all processors in one
         whole = files.read_model_json(path)
         record = whole.get("image_processor") if isinstance(whole, Mapping) else None
+    if record is None and (path := directory / PREPROCESSOR).is_file():
+        record = files.read_model_json(path)
     if not isinstance(record, Mapping):
         raise FileNotFoundError(
             f"neither {PREPROCESSOR} nor {PROCESSOR} in {directory} describes an image processor, "
@@ -401,18 +405,14 @@ def _has_words_of_clip(words: Mapping[str, Any], merges: object, clips: Any) -> 
 
 
 def _find_weights(directory: Path) -> list[Path]:
-    """Returns a folder's file of weights, or the parts that its index names.
-
-    Raises ValueError if one is not in the folder, and for an adapter.
-    """
-    if (directory / "adapter_config.json").exists():
-        raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
+    """Returns a folder's file of weights, or the parts that its index names if there is no single
+    one, as transformers does. Raises ValueError if one is not in the folder."""
     index, names = directory / "model.safetensors.index.json", ["model.safetensors"]
     there = {path.name for path in directory.iterdir()}
     if not index.is_file() and names[0] not in there:
         alone = [name for name in there if name.endswith(".safetensors")]
         names = alone if len(alone) == 1 else names
-    if index.is_file():
+    if index.is_file() and names[0] not in there:
         record = files.read_model_json(index)
         parts = record.get("weight_map") if isinstance(record, Mapping) else None
         names = sorted({*map(str, parts.values())}) if isinstance(parts, Mapping) else []

@@ -86,11 +86,21 @@ def has_config(directory: Path) -> bool:
     return (Path(directory) / CONFIG).is_file() or is_image_encoder(directory)
 
 
+def refuse_adapter(directory: Path) -> None:
+    """Raises ValueError if a folder holds an adapter, as PEFT saves it."""
+    if (Path(directory) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{directory} holds an adapter: merge it into its model (merge_and_unload) and save it"
+        )
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the configuration in the directory of an open_clip model or an image encoder.
 
-    Raises FileNotFoundError if there is none, and ValueError if it has no `model_cfg`.
+    Raises FileNotFoundError if there is none, and ValueError if it has no `model_cfg` or holds an
+    adapter.
     """
+    refuse_adapter(directory)
     path = Path(directory) / (IMAGE_CONFIG if is_image_encoder(directory) else CONFIG)
     if not path.is_file():
         problem = f"{directory} has no {CONFIG}, so it is no exported model"

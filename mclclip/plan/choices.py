@@ -164,7 +164,8 @@ def _trainings(
         yield "train.objective.kind", "sigmoid", "the base was trained by it"
     blocks = num_blocks(ModelConfig(name=name))
     trained: int | str = "all" if blocks is None else math.ceil(blocks / 2)
-    yield "train.lock.image_blocks", trained, f"the upper half of {blocks} blocks, as MCL trains"
+    half = f"the upper half of {blocks} blocks, as MCL trains"
+    yield "train.lock.image_blocks", trained, half if blocks else "how many there are is not known"
     norms = (isinstance(m, _BatchNorm) for m in load_shapes(name, text=False).modules())
     if not is_new and any(norms):
         yield (

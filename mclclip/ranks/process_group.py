@@ -206,7 +206,8 @@ def init(
             _open_meeting()
         return Context(dist.get_rank(), dist.get_world_size(), local_rank, where)
     if not under_torchrun():
-        if (tasks := number_of("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        tasks = number_of("SLURM_STEP_NUM_TASKS", 1)
+        if tasks > 1 and "SLURM_PTY_PORT" not in os.environ:  # that is a shell of task 0 alone
             raise ValueError(
                 f"srun started {tasks} tasks, and each would run alone: use 'sbatch "
                 "slurm/mclclip.sbatch', or one torchrun for each node ('srun --ntasks-per-node=1 "

@@ -400,7 +400,6 @@ class RunPaths:
         self.index, self.text_rows = run_dir / "index", run_dir / "text_rows"
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
         self.results = run_dir / "results.jsonl"
-        self.outcomes = run_dir / "outcomes"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.image_rows = run_dir / "stage_0" / "image_rows"
 

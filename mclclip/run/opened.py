@@ -130,9 +130,9 @@ class Run:
 
     def stage(self, number: int) -> Stage:
         """Returns stage ``number``, which need not exist yet."""
-        if not isinstance(number, int) or number < 0:
+        if not isinstance(number, int | np.integer) or number < 0:
             raise ValueError(f"got the stage {number!r}: wanted a whole number, such as 1")
-        return Stage(self, number)
+        return Stage(self, int(number))
 
     @cached_property
     def stages(self) -> list[Stage]:

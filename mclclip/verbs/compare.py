@@ -225,8 +225,9 @@ def tuned(rows: Sequence[Row]) -> str | None:
     """Returns the trained encoder that represents a run, such as 'stage_2': the one with the
     highest mean (``means``).
 
-    If a concat has the highest mean but is not better beyond chance than a single model, the single
-    model is taken, since every client can load it. None if no trained encoder was measured.
+    If a concat has the highest mean but is not better beyond chance than a single model whose mean
+    is above that of the base, this is taken, since every client can load it. None if no trained
+    encoder was measured.
     """
     by_mean = means(rows)
     order = sorted((name for name in by_mean if name != BASE), key=lambda name: -by_mean[name])

@@ -77,9 +77,8 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             f"such as --set {name}=/data"
         ) from None
     except ValueError as error:
-        if "{" not in str(error):
-            raise
-        raise ValueError(f'{error}; within braces write "${{NAME}}/..." in quotes') from None
+        hint = '; within braces, write "${NAME}/..." in quotes' * ("${" in path.read_text())
+        raise ValueError(f"{error}{hint}") from None
     if unused := [name for name in values if name not in {*used, "folder"}]:
         raise ValueError(
             f"the suite {where} has no variable {unused[0]!r}, which --set sets: it has "
@@ -114,7 +113,7 @@ def check(
     present = [name for name, benchmark in benchmarks.items() if Path(benchmark.path).is_dir()]
     if absent := [name for name in benchmarks if name not in present]:
         first = benchmarks[absent[0]]
-        others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""
+        others = f"; nor for {', '.join(absent[1:])}" if absent[1:] else ""
         instead = f"; for the others: {' '.join(f'--only {n}' for n in present)}" if present else ""
         raise FileNotFoundError(
             f"benchmark {absent[0]!r}: no folder {first.path}{_needs(first)}{others}{instead}"
@@ -205,11 +204,6 @@ class SuiteJudge:
     choices: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def read_texts(self) -> list[str]:
-        """Names of the benchmarks that compare images with texts."""
-        return reading_texts(self.benchmarks)
-
     def measure(
         self,
         encoder: Encoder,
@@ -289,7 +283,7 @@ def open_judge(
     trained_on = _trained_on([_split_name(text)[1] for text in models])
     choices = dict.fromkeys(benchmarks, choice) if choice else {}
     context = Context(device=pick_device(device))
-    check(benchmarks)
+    check(benchmarks, dict(map(_split_name, models)))
     return SuiteJudge(benchmarks, context, trained_on, choices, {"batch_size": 256})
 
 
@@ -342,7 +336,7 @@ def evaluate(
     numbers of its features; widths that its features do not exceed are left out.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
-    raise_on_every_rank(partial(check, benchmarks, models))
+    on_main(partial(check, benchmarks, models))
     path, precision = path or RunPaths.of(config).results, config.eval.precision
     settings: dict[str, Any] = {
         "batch_size": config.eval.batch_size,

@@ -313,7 +313,7 @@ def _list_shards(
     if not sources:
         raise ValueError("data.sources is empty: set data.sources.NAME.shards=...")
     shards = []
-    owners: dict[tuple[str, str], str] = {}  # sources by path, and by which samples they take
+    owners: dict[tuple[str, str, str], str] = {}  # sources by path, and by what they take of it
     for name, source in sources.items():
         option = f"data.sources.{name}"
         if not name or "/" in name:
@@ -329,7 +329,7 @@ def _list_shards(
         subset = filters[name].digest if name in filters else ""
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         for path in paths:
-            if (owner := owners.setdefault((path, subset), name)) != name:
+            if (owner := owners.setdefault((path, subset, captions), name)) != name:
                 raise ValueError(
                     f"{option}.shards and data.sources.{owner}.shards name {printable(path)}: list "
                     "each shard in one source"

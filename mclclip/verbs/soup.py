@@ -36,7 +36,7 @@ from mclclip.export import ExportStep
 from mclclip.figures import drawing
 from mclclip.models import soup, weights
 from mclclip.models.encoder import Encoder
-from mclclip.models.loading import has_texts, load_towers
+from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import refuse_foreign
@@ -65,10 +65,6 @@ class Judge(Protocol):
     @property
     def benchmarks(self) -> Mapping[str, BenchmarkConfig]:
         """Benchmarks by name; the first one decides."""
-
-    @property
-    def read_texts(self) -> list[str]:
-        """Names of the benchmarks that compare images with texts."""
 
     @property
     def context(self) -> Context:
@@ -110,7 +106,7 @@ def run(
     paths = [*ingredients.values()]
     if out.resolve() in {path.resolve() for path in paths}:
         raise ValueError(f"--out {out} is one of the models: give a new folder")
-    _check_models(paths, judge, images, any_base)
+    _check_models(paths, images, any_base)
     inputs = {
         name: files.digest_file(weights.find_weights(path)) for name, path in ingredients.items()
     }
@@ -185,6 +181,11 @@ def _names_of(models: Sequence[str]) -> dict[str, Path]:
     ingredients: dict[str, Path] = {}
     for text in models:
         name, where = split_named_path(text)
+        if where.startswith("hf:"):
+            raise ValueError(
+                f"--model {where} is no export, of which soups are made: 'mclclip export --stage 0 "
+                "model.name=hf:NAME run_dir=FOLDER' makes one"
+            )
         path = Path(where.removeprefix("local-dir:"))
         whole = path.resolve()
         name = name or (whole.parent.name if whole.name == "export" else whole.name)
@@ -241,16 +242,11 @@ def _check_options(
             raise ValueError(line)
 
 
-def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_base: bool) -> None:
+def _check_models(paths: Sequence[Path], images: Path | None, any_base: bool) -> None:
     """Raises the errors of ``run`` that concern the models."""
     soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
     for path in paths:
         weights.check_recorded(path)
-        if judge.read_texts and not has_texts(path):
-            raise ValueError(
-                f"{path} is an image encoder without a text tower, and {judge.read_texts[0]} "
-                "compares images with texts: take a suite of benchmarks such as knn"
-            )
     if images is None and soup.differing_norms(paths):
         raise ValueError(
             "the models have batch norms with different running statistics, which have no average "

@@ -225,14 +225,6 @@ def test_a_first_line_needs_nothing_heavy(
     assert told == [f"{code} []" for code in wanted], shown.stderr
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
-    for name in (".results.jsonl.host.7.tmp", "outcomes/.85.arrow.host.7.tmp"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("half")
-    assert process.run(config.load(None, [f"run_dir={tmp_path}"]), "eval", lambda _: None) == 0
-    assert not [*tmp_path.rglob("*.tmp")]
-
-
 # --- exit codes --------------------------------------------------------------------------------
 
 

@@ -60,6 +60,13 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
     assert "over 3 comparisons" in words and not found[2].reason()
 
 
+def test_what_a_killed_process_was_writing_is_removed(run_dir: Path) -> None:
+    left = run_dir / "outcomes" / ".85.arrow.host.7.tmp"
+    left.write_text("half")
+    evaluated(run_dir, {"stage_2": 3})
+    assert not left.exists() and len([*left.parent.glob("*.arrow")]) == 5
+
+
 def test_a_folder_is_no_file_for_a_table_or_a_page(run_dir: Path, tmp_path: Path) -> None:
     for write in (lambda: compare.run([run_dir], out=tmp_path), lambda: report.run(out=tmp_path)):
         with pytest.raises(ValueError, match="is a folder: give a file"):

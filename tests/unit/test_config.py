@@ -52,6 +52,8 @@ def test_a_file_and_overrides_of_it(tmp_path: Path) -> None:
     assert read.train.lr == 1e-4 and read.train.global_batch == 64  # its neighbour stays
     assert read.base is not None and read.base.lr == 0.5
     assert load(write(tmp_path, "# nothing\n"), ["run_dir=a"]).run_dir == "a"
+    with pytest.raises(ValueError, match="is empty"):
+        load(write(tmp_path, ""), ["run_dir=a"])
     typed = ["train.clip_grad_norm=null", "train.lock.image_blocks=all", "train.betas=[0.5, 0.25]"]
     read = load(None, ["run_dir='a #b'", "seed=0x10", "data.sources={x: {shards: y}}", *typed])
     assert read.train.clip_grad_norm is None and read.train.lock.image_blocks == "all"

@@ -124,6 +124,8 @@ def test_what_is_left_out_is_counted_listed_and_logged_up_to_a_bound(
 def test_a_shard_is_in_one_source(tmp_path: Path, shards: Path) -> None:
     with pytest.raises(ValueError, match=r"t\.shards and data\.sources\.s\.shards name .*01\.tar"):
         run(tmp_path / "run", s=str(shards / "0[01].tar"), t=str(shards / "0[123].tar"))
+    other = (str(shards / "01.tar"), "lines")
+    assert len(run(tmp_path / "run", s=str(shards / "0[01].tar"), t=other).shards) == 3
 
 
 # --- expansion --------------------------------------------------------------------------------
@@ -148,8 +150,9 @@ def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names(shards, f"@{listing}")
     with pytest.raises(ValueError, match=r"names .*00\.tar twice"):
         names(shards, [f"{shards}/00.tar", f"{shards}/../{shards.name}/0?.tar"])
-    with pytest.raises(ValueError, match=f"write @{listing}"):
-        names(shards, str(listing))
+    for pattern in (listing, shards / "lis*.txt"):
+        with pytest.raises(ValueError, match=f"write @{listing}"):
+            names(shards, str(pattern))
     assert names(shards, f"{shards}/00.tar::{shards}/0[12].tar") == everything[:3]
     monkeypatch.setenv("WDS_where", str(shards))
     assert names(shards, "${where}/00.tar") == ["00.tar"]

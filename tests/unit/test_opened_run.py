@@ -144,12 +144,15 @@ def test_rows_by_id_are_those_of_the_files_in_the_order_asked(made: Path) -> Non
             np.testing.assert_array_equal(found, stage.embeddings[:][wanted])
     with pytest.raises(IndexError, match=r"sample_id 48, the index has 0\.\.47"):
         stage.embeddings_of([3, 48])
+    both = np.array([3, 1], dtype=object)
+    np.testing.assert_array_equal(stage.embeddings_of(both), stage.embeddings_of([3, 1]))
+    assert run.stage(np.int64(1)).number == 1  # type: ignore[arg-type]
     mask = np.arange(48) < 7
     reads = (stage.embeddings_of, stage.clusters_of, run.captions, run.stored_images, run.images)
     for read in reads:
-        for wrong in (mask, [1.5]):
-            with pytest.raises(ValueError, match="flatnonzero"):
-                read(wrong)
+        for wrong, line in ((mask, "flatnonzero"), ([1.5], "not whole numbers")):
+            with pytest.raises(ValueError, match=line):
+                read(wrong)  # type: ignore[arg-type]
     for number in (-1, "stage_1"):
         with pytest.raises(ValueError, match="wanted a whole number"):
             run.stage(number)  # type: ignore[arg-type]

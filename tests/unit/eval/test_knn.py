@@ -109,13 +109,22 @@ def test_the_chance_of_equally_frequent_classes_is_their_mean() -> None:
     assert chance == {"accuracy": 40.0, "mean_per_class": pytest.approx(100 / 3, abs=0.01)}
 
 
-def test_a_folder_val_is_valid(folders: Path) -> None:
+def test_a_folder_val_is_valid(folders: Path, draw: Callable[[Path, int], None]) -> None:
     (folders / "val").mkdir()
     shutil.move(folders / "train" / "class_0", folders / "val" / "class_0")
     parts = read_parts(folders)
     assert {part: len(data.images) for part, data in parts.items()} == {
         "train": 10, "valid": 5, "test": 6,
     }  # fmt: skip
+    # ImageNet's val, which a link calls test, is no set to choose by.
+    shutil.rmtree(folders / "val")
+    shutil.move(folders / "test", folders / "val")
+    (folders / "test").symlink_to("val")
+    draw(folders / "train" / "class_0" / "0.png", 0)
+    assert read_parts(folders).keys() == {"train", "test"}
+    (folders / "valid").symlink_to("val")
+    with pytest.raises(ValueError, match="leave one out"):
+        read_parts(folders)
 
 
 @pytest.mark.parametrize("test", [[0, 1, 1, 2], [0, 2, 2, 2]])

@@ -361,7 +361,7 @@ def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted:
             run(encoder, numbers, labels="labels.csv", **options)
 
     rows = [f"images/{n:03d}.png,{n % 2},{('train', 'test')[n // 4]}" for n in range(8)]
-    refused("line 10 .*'val'.*a split of train, valid, test", [*rows, "x.png,1,val"])
+    refused("line 10 .*'dev'.*a split of train, valid, test", [*rows, "x.png,1,dev"])
     refused(
         "labels.csv has images .* such as '7', which train lacks",
         [*rows, "images/009.png,7,test"],

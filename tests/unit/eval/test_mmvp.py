@@ -81,6 +81,13 @@ def test_accepted_layouts(make_folder: Any, planted: Any) -> None:
     assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 5)), root))["pooled"] == 100.0
 
 
+def test_a_number_of_its_own_goes_before_one_with_zeros(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Color": 1})
+    images = root / "MLLM_VLM Images" / "Color"
+    (images / "01.jpg").write_bytes((images / "2.jpg").read_bytes())
+    assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 3)), root))["pooled"] == 100.0
+
+
 def test_statements_may_hold_commas_quotes_and_line_breaks(make_folder: Any) -> None:
     root = make_folder({"Color": 1})
     write_questions(root, [(1, "Color", 'one, "two"\nthree'), (2, "Color", "plain")])

@@ -15,7 +15,7 @@ import pytest
 from mclclip import config as configuration
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
-from mclclip.eval.identity import identity_of
+from mclclip.eval.identity import data_digest, identity_of
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
@@ -229,6 +229,17 @@ def test_suite_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as caught:
             evaluation.load_suite(str(path))
         assert "\n" not in str(caught.value)
+        assert ("in quotes" in str(caught.value)) == ("$" in text)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.CSV", "labels.tab"])
+def test_an_edit_of_a_table_changes_the_digest_of_its_data(tmp_path: Path, name: str) -> None:
+    benchmark = BenchmarkConfig("zeroshot", str(tmp_path), {"labels": name})
+    digests = set()
+    for labels in ("1.png,cat\n2.png,dog\n", "1.png,dog\n2.png,cat\n"):
+        (tmp_path / name).write_text("filepath,label\n" + labels)
+        digests.add(data_digest(benchmark))
+    assert len(digests) == 2
 
 
 @pytest.fixture

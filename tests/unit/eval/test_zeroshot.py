@@ -79,7 +79,7 @@ def test_table_with_labels_and_classes(
     again = run(encoder, tmp_path, **options | {"labels": "excel.csv"})
     assert again["top1"].value == 100.0
     (tmp_path / "labels.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="labels.parquet is no .csv"):
+    with pytest.raises(ValueError, match="labels.parquet is no table of text"):
         run(encoder, tmp_path, **options | {"labels": "labels.parquet"})
     # Names are texts as others are, and a class without images is a candidate.
     (tmp_path / "latin.txt").write_bytes("zero\tKäse\n".encode("latin-1"))

@@ -273,10 +273,11 @@ def test_texts_are_asked_for_where_there_is_no_text_tower(tmp_path: Path, make: 
     paths = [tmp_path / "1", tmp_path / "2"]
     for seed, path in enumerate(paths):
         load_towers(TINY, seed=seed, text=False).save(path, "0" * 64)
-    judge = Planted(torch.zeros(1), torch.zeros(1))
-    with pytest.raises(ValueError, match="is an image encoder without a text tower, and held_out"):
-        make("greedy", *paths, judge=judge)
-    assert not (tmp_path / "soup").exists() and not judge.seen
+    (tmp_path / "classes" / "cat").mkdir(parents=True)
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"benchmarks: {{zs: {{kind: zeroshot, path: {tmp_path}/classes}}}}\n")
+    with pytest.raises(ValueError, match="is an image encoder without a text tower, and zs"):
+        evaluation.open_judge(suite=str(suite), models=[str(path) for path in paths])
     assert (make("uniform", *paths) / weights.IMAGE_WEIGHTS).is_file()
 
 

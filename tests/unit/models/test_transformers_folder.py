@@ -21,6 +21,7 @@ from mclclip.eval.protocols import retrieval
 from mclclip.export import convert
 from mclclip.models.encoder_names import split_name
 from mclclip.models.loading import load_towers, refuse_without_weights
+from mclclip.models.options import ModelConfig, num_blocks
 from tests.matrix import kept
 from tests.unit.export.conftest import narrow_siglip  # noqa: F401
 from tests.unit.export.models import source_of
@@ -163,7 +164,7 @@ def _damage_weights(folder: Path, what: str) -> None:
             shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
             (folder / "model.safetensors").rename(folder / "b.safetensors")
         case "outside":
-            shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
+            shutil.move(folder / "model.safetensors", folder.parent / "outside.safetensors")
             index = {"metadata": {}, "weight_map": {"logit_scale": "../outside.safetensors"}}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         case "another name":
@@ -219,6 +220,39 @@ def test_what_is_no_such_model_is_one_line(
         mclclip.load_model(f"hf:{folder}")
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")  # transformers would print a report of weights
+
+
+@of_clip
+def test_a_folder_that_was_saved_over_is_read_as_transformers_reads_it(
+    saved: Path, tmp_path: Path
+) -> None:
+    """By its single file of weights, and by the settings of pictures that version 5 wrote."""
+    folder = shutil.copytree(saved, tmp_path / "model")
+    stale = {"weight_map": {"logit_scale": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
+    before, others = json.loads((saved / "preprocessor_config.json").read_text()), [0.5] * 3
+    now = {"image_processor": before | {"image_mean": others, "image_std": others}}
+    (folder / "processor_config.json").write_text(json.dumps(now))
+    encoder, plain = (mclclip.load_model(f"hf:{path}") for path in (folder, saved))
+    assert encoder.logit_scale == plain.logit_scale
+    assert "0.5" in str(encoder.preprocess_val) and "0.5," not in str(plain.preprocess_val)
+
+
+@of_clip
+def test_its_blocks_are_known_before_it_is_loaded(saved: Path) -> None:
+    blocks = VISION["num_hidden_layers"]
+    assert num_blocks(ModelConfig(name=f"hf:{saved}")) == blocks
+    assert num_blocks(ModelConfig(name="hf:some/model")) is None  # it is not in the cache
+
+
+@of_clip
+def test_an_adapter_and_a_file_are_named_as_such(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for name in (f"hf:{tmp_path}", str(tmp_path)):
+        with pytest.raises(ValueError, match="holds an adapter"):
+            mclclip.load_model(name)
+    with pytest.raises(FileNotFoundError, match=f"give its folder, hf:{saved}"):
+        mclclip.load_model(f"hf:{saved}/model.safetensors")
 
 
 def test_captions_that_are_cut_are_counted(saved: Path) -> None:

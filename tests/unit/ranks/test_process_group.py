@@ -80,6 +80,8 @@ def test_tasks_of_srun_and_ranks_without_an_address_do_not_run_alone(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     with pytest.raises(ValueError, match="8 tasks.* slurm/mclclip.sbatch"):
         process_group.init("cpu")
+    monkeypatch.setenv("SLURM_PTY_PORT", "34889")  # a shell of srun --pty
+    assert process_group.init("cpu") == SINGLE
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="MASTER_ADDR of the environment does not fit"):
