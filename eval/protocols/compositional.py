@@ -369,4 +369,16 @@ def evaluate(
     return _figures(layout, _Figures(data.items, margins, protocol, official))
 
 
-EVALUATOR = Evaluator(evaluate, needs=lambda layout, **_: LAYOUTS[layout].source, reads_text=True)
+def check(
+    root: Path, *, layout: LayoutName, missing: str = "refuse", prompt: str = "", **options: Any
+) -> None:
+    """Raises the errors of ``read_items``."""
+    read_items(root, layout, leave_out=missing == "leave_out", **options)
+
+
+EVALUATOR = Evaluator(
+    evaluate,
+    needs=lambda layout, **_: LAYOUTS[layout].source,
+    reads_text=True,
+    check=check,
+)

@@ -24,7 +24,7 @@ from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.run.lock import RUN_STATE
 from mclclip.util.options import UNKNOWN, brief, dotted, farthest, nearest, refuse_url
-from mclclip.util.shipped import find_recipe
+from mclclip.util.shipped import find_recipe, model_name
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -120,8 +120,9 @@ def _refuse_booleans(tree: Any, options: Any, name: str = "") -> None:
 
 
 def dump(config: Config) -> str:
-    """Returns the whole configuration, with all defaults, as YAML."""
-    plain = TypeAdapter(Config).dump_python(config, mode="json")
+    """Returns the whole configuration, with all defaults, as YAML. Shipped model configs have their
+    names in it, since their paths differ between machines."""
+    plain = map_texts(TypeAdapter(Config).dump_python(config, mode="json"), model_name)
     return str(yaml.safe_dump(plain, sort_keys=False))
 
 

@@ -89,6 +89,12 @@ def model_config(name: str) -> str:
     return str(shipped) if is_shipped else name
 
 
+def model_name(where: str) -> str:
+    """Returns the name of a shipped model config by its path; anything else as it is."""
+    name = Path(where).stem
+    return name if where.endswith(".json") and model_config(name) == where else where
+
+
 def run(copy: Path | None = None) -> None:
     """Prints every recipe with its description. With ``copy``, writes recipes, launch scripts and
     SLURM scripts into that folder instead, in the folders that they have in the repository.

@@ -271,6 +271,8 @@ def test_a_shipped_model_is_named_as_an_encoder_is(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     name = load(None, ["run_dir=x", "model.name=tiny_clip"]).model.name
     assert (name, None) == split_name("tiny_clip") and Path(str(name)).is_file()
+    dumped = config.dump(load(None, ["run_dir=x", "model.name=tiny_clip"]))
+    assert "\n  name: tiny_clip\n" in dumped and str(name) not in dumped
     Path("tiny_clip").mkdir()
     assert load(None, ["run_dir=x", "model.name=tiny_clip"]).model.name == "tiny_clip"
 

@@ -174,6 +174,9 @@ def test_missing_images_are_refused_or_left_out_and_counted(
     assert "3 images of winoground are not in" in line and "\n" not in line
     assert "such as ex_1_img_0.png, ex_1_img_1.png, ex_3_img_1.png" in line
     assert "missing: leave_out" in line and "facebook/winoground" in line
+    with pytest.raises(FileNotFoundError, match="3 images of winoground are not in"):
+        compositional.check(tmp_path, layout="winoground", prompt="see: ")
+    compositional.check(tmp_path, layout="winoground", missing="leave_out")
     figures = evaluate(planted("perfect", 9), tmp_path, "winoground", missing="leave_out")
     assert values(figures) == {"text": 100.0, "image": 100.0, "group": 100.0}
     protocol = figures["group"].protocol
