@@ -377,8 +377,5 @@ def check(
 
 
 EVALUATOR = Evaluator(
-    evaluate,
-    needs=lambda layout, **_: LAYOUTS[layout].source,
-    reads_text=True,
-    check=check,
+    evaluate, needs=lambda layout, **_: LAYOUTS[layout].source, reads_text=True, check=check
 )

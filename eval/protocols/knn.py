@@ -80,8 +80,7 @@ def check(root: Path, *, k: PositiveInt = 10, **_: Any) -> None:
     """Raises ValueError if faiss is missing or train has fewer than ``k`` images, and the errors of
     ``read_parts``."""
     search.library("the search for neighbours")
-    count = len(read_parts(Path(root))["train"].images)
-    if k > count:
+    if k > (count := len(read_parts(Path(root))["train"].images)):
         raise ValueError(f"k is {k}, but {root}/train has {count} images: give a smaller k")
 
 

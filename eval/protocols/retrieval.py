@@ -229,8 +229,7 @@ def _of_languages(
 def check(root: Path, *, captions: str, images: str = ".", **options: Any) -> None:
     """Raises the errors of ``read``, which reads one shard, and FileNotFoundError for missing image
     files."""
-    sets = read(root, captions=captions, images=images, first_only=True, **options)
-    [first, *_] = sets.values()
+    first, *_ = read(root, captions=captions, images=images, first_only=True, **options).values()
     refuse_absent(first.images, root / captions, root / images)
 
 
