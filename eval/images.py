@@ -291,10 +291,10 @@ def read_parts(
                 f"no folder {folder}: wanted train/ and test/ with a folder per class, "
                 "such as train/cat/1.jpg"
             )
-    folders = {part: root / part for part in parts}
-    if not folders["valid"].is_dir() and not _is_one(root / "val", folders["test"]):
+    folders, real = {part: root / part for part in parts}, os.path.realpath
+    if not folders["valid"].is_dir() and real(root / "val") != real(folders["test"]):
         folders["valid"] = root / "val"
-    if table is None and _is_one(folders["valid"], folders["test"]):
+    if table is None and real(folders["valid"]) == real(folders["test"]):
         raise ValueError(f"{folders['valid']} is the folder {folders['test']}: leave one out")
     rows: dict[Part, Rows] = {
         part: _table_rows(root, table, part, several=several)
@@ -318,10 +318,6 @@ def read_parts(
     if table:
         refuse_absent([image for of in labelled.values() for image in of.images], where, root)
     return labelled
-
-
-def _is_one(folder: Path, other: Path) -> bool:
-    return folder.exists() and other.exists() and folder.samefile(other)
 
 
 def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ def expand_shards(
     such as 'data.sources.pets.shards', begins the messages.
 
     Raises FileNotFoundError for a pattern without files and for missing shards; ValueError for
-    pipes, urls of other protocols, broken braces, texts, and a shard that is listed twice.
+    pipes, urls of other protocols, broken braces, text files, and a shard that is listed twice.
     """
     lines: list[str] = []
     for entry in [patterns] if isinstance(patterns, str) else patterns:
@@ -50,8 +50,8 @@ def expand_shards(
     )
     if not paths:
         raise FileNotFoundError(f"{option} names no shard: {printable(str(patterns))}")
-    if paths[0].lower().endswith(".txt"):
-        raise ValueError(f"{option}: {paths[0]} is a text: for a list of shards write @{paths[0]}")
+    if text := next((path for path in paths if path.lower().endswith(".txt")), None):
+        raise ValueError(f"{option}: {text} is a text file: for a list of shards write @{text}")
     for path, following in itertools.pairwise(paths):
         if path == following:
             raise ValueError(f"{option} names {printable(path)} twice: list each shard once")

@@ -412,7 +412,7 @@ def normalize(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float])
     """
     if pixels.dtype == torch.uint8:
         pixels = pixels.to(torch.float32).div_(255)
-    first, second = _planes_on(tuple(mean), tuple(deviation), pixels.device)
+    first, second = planes_on(tuple(mean), tuple(deviation), pixels.device)
     return (pixels - first).div_(second)
 
 
@@ -428,7 +428,7 @@ def as_planes(
 
 
 @cache
-def _planes_on(
+def planes_on(
     mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Returns ``as_planes``; once for all batches, since a GPU waits for it."""

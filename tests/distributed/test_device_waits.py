@@ -194,7 +194,7 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
 def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict[str, str]:
     """Waits of two steps after the first one, with the lines that led there."""
     torch.set_num_threads(1)
-    transforms._planes_on.cache_clear()  # those of another case are unknown to these waits
+    transforms.planes_on.cache_clear()  # those of another case are unknown to these waits
     parsed = base.parse(options)
     with following() as waits:
 

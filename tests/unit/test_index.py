@@ -150,9 +150,9 @@ def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names(shards, f"@{listing}")
     with pytest.raises(ValueError, match=r"names .*00\.tar twice"):
         names(shards, [f"{shards}/00.tar", f"{shards}/../{shards.name}/0?.tar"])
-    for pattern in (listing, shards / "lis*.txt"):
+    for patterns in (str(listing), f"{shards}/lis*.txt", [f"{shards}/00.tar", str(listing)]):
         with pytest.raises(ValueError, match=f"write @{listing}"):
-            names(shards, str(pattern))
+            names(shards, patterns)
     assert names(shards, f"{shards}/00.tar::{shards}/0[12].tar") == everything[:3]
     monkeypatch.setenv("WDS_where", str(shards))
     assert names(shards, "${where}/00.tar") == ["00.tar"]
